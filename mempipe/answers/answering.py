@@ -38,6 +38,7 @@ from mempipe.user_code import user_code
 
 Record = Callable[[Group, AgentSpec, Mapping[str, str]], None]
 """Takes the attempts at a question, their agent and the request's metadata (`mempipe.serve.replicas.traces`)."""
+NO_LOGPROBS = "logprobs is true, and the engine of this service gives none; leave it out"
 KEPT_RENDERERS = 32
 MAX_RESTARTS = 6
 """How often the attempts of a request may start again because the index changed. Several replicas are not replaced at
@@ -58,6 +59,10 @@ class Engine(Protocol):
         self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig, seed: int | None = None
     ) -> Completion:
         """Samples one message after `token_ids`. Raises InfrastructureFault."""
+        ...
+
+    async def gives_logprobs(self) -> bool:
+        """Returns whether its tokens have log-probs. Raises InfrastructureFault."""
         ...
 
 
@@ -166,9 +171,17 @@ class Answering:
     async def plan(self, request: AnswerRequest, *, text: str = "", memory: str | None = None) -> Plan:
         """Checks a request in a thread, since the encoding of a long text takes time.
 
-        The agent reads `text` and starts from `memory`, or from its own beginning for None. Raises ApiError.
+        The agent reads `text` and starts from `memory`, or from its own beginning for None. Raises ApiError: 400 also
+        for log-probs that the engine does not give, 503 when it does not say so.
         """
-        return await asyncio.to_thread(self._plan, request, text, memory)
+        plan = await asyncio.to_thread(self._plan, request, text, memory)
+        if plan.logprobs:
+            try:
+                if not await self.engine().gives_logprobs():
+                    raise ApiError(400, NO_LOGPROBS, param="logprobs")
+            except InfrastructureFault as fault:
+                raise ApiError(503, f"the service cannot answer now: {fault}") from fault
+        return plan
 
     async def answer(self, plan: Plan, *, request_id: str, session: str | None, emit: Emit | None) -> AnswerReply:
         """Plays the agent and returns the answer.
@@ -215,10 +228,10 @@ class Answering:
         )
 
     def _attempt(self, plan: Plan, trajectory: Trajectory) -> AttemptReply:
-        """Says how an attempt ended. Raises ApiError 400 for log-probs that the engine did not give."""
+        """Says how an attempt ended. Raises ApiError 400 for log-probs that the engine gives for some messages only."""
         logprobs = answer_logprobs(trajectory, self._tokenizer.decode) if plan.logprobs else None
         if logprobs is not None and any(math.isnan(each.logprob) for each in logprobs):
-            raise ApiError(400, "the engine of this service gives no logprobs; leave it out", param="logprobs")
+            raise ApiError(400, NO_LOGPROBS, param="logprobs")
         return AttemptReply(answer=_shown(trajectory.answer), end_reason=trajectory.end_reason, logprobs=logprobs)
 
     def _plan(self, request: AnswerRequest, text: str, memory: str | None) -> Plan:

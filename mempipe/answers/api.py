@@ -200,7 +200,7 @@ class TokenLogprob(BaseModel):
     token: str
     logprob: float
     bytes: list[int]
-    """The token's text in UTF-8."""
+    """The token's text in UTF-8; a character of several tokens is the text of the last of them."""
     top_logprobs: list[Any] = []
     """Always empty: the engine says nothing of the tokens that it did not sample."""
 

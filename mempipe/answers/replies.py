@@ -22,6 +22,9 @@ from mempipe.evaluation.rollout_metrics import growing_history
 from mempipe.rl.rewards import normalize_answer
 from mempipe.types import Context, Passage, Trajectory
 
+HALF = "\ufffd"
+"""The character that stands for a part of one: a token may hold only some of its bytes."""
+
 
 def turn_replies(
     contexts: Iterable[Context], *, thought: Callable[[str], str], memory_limit: int | None
@@ -99,27 +102,49 @@ def reasoning(turn: TurnReply) -> str:
 def answer_logprobs(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> list[TokenLogprob]:
     """Returns the tokens that the answer was sampled in, with their log-probs; none where there is no answer.
 
-    The first and the last of them may hold characters besides the answer, such as a blank.
+    Their texts in order hold the answer. The first and the last of them may hold characters besides it, such as a
+    blank. A character of several tokens is the text of the last of them.
     """
-    answer, context = (trajectory.answer or "").strip(), trajectory.contexts[-1]
-    mask = list(context.loss_mask)
-    first = next((i + 1 for i in reversed(range(len(mask))) if not mask[i]), 0)  # of the last message
-    token_ids, logprobs = list(context.token_ids[first:]), list(context.logprobs[first:])
-    text = decode(token_ids)
-    start = text.rfind(answer)
-    if not answer or start < 0:
-        return []
-
-    def holding(chars: int) -> int:
-        """Returns how many of the tokens hold the first `chars` characters."""
-        return bisect.bisect_left(range(len(token_ids)), chars, key=lambda count: len(decode(token_ids[:count])))
-
-    places = range(holding(start + 1) - 1, holding(start + len(answer)))
-    texts = [decode([token_ids[place]]) for place in places]
+    token_ids, logprobs = _last_message(trajectory)
+    places = _places_of_answer(trajectory, token_ids, decode)
+    texts, told = list[str](), decode(token_ids[: places.start])
+    for place in places:
+        text = decode(token_ids[: place + 1])
+        if text.endswith(HALF) and place != places[-1]:
+            texts.append("")
+        else:
+            texts.append(text[len(told) :])
+            told = text
     return [
         TokenLogprob(token=text, logprob=logprobs[place], bytes=list(text.encode()))
         for text, place in zip(texts, places, strict=True)
     ]
+
+
+def _last_message(trajectory: Trajectory) -> tuple[list[int], list[float]]:
+    """Returns the tokens of the last sampled message and their log-probs."""
+    context = trajectory.contexts[-1]
+    mask = list(context.loss_mask)
+    first = next((i + 1 for i in reversed(range(len(mask))) if not mask[i]), 0)
+    return list(context.token_ids[first:]), list(context.logprobs[first:])
+
+
+def _places_of_answer(
+    trajectory: Trajectory, token_ids: Sequence[int], decode: Callable[[Sequence[int]], str]
+) -> range:
+    """Returns the places of the answer's tokens in the last message; none where there is no answer."""
+    answer = (trajectory.answer or "").strip()
+    start = decode(token_ids).rfind(answer)
+    if not answer or start < 0:
+        return range(0)
+
+    def holding(chars: int, halves: str) -> int:
+        """Returns how many of the tokens hold the first `chars` characters; `halves` at their end do not count."""
+        lengths = range(len(token_ids))
+        return bisect.bisect_left(lengths, chars, key=lambda count: len(decode(token_ids[:count]).rstrip(halves)))
+
+    # A token that begins a character is the first one that holds it, and the token that completes it the last one.
+    return range(holding(start + 1, "") - 1, holding(start + len(answer), HALF))
 
 
 def usage_of(
@@ -131,7 +156,7 @@ def usage_of(
     contexts = [context for trajectory in trajectories for context in trajectory.contexts]
     sampled = sum(context.num_sampled_tokens + context.num_dropped_tokens for context in contexts)
     read = sum(len(context.loss_mask) - context.num_sampled_tokens for context in contexts)
-    answers = sum(len(answer_logprobs(trajectory, decode)) for trajectory in trajectories)
+    answers = sum(len(_places_of_answer(each, _last_message(each)[0], decode)) for each in trajectories)
     return Usage(
         prompt_tokens=read,
         completion_tokens=sampled,

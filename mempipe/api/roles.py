@@ -48,6 +48,9 @@ class LocalEngine:
             token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=self.stop_token_ids, seed=seed
         )
 
+    async def gives_logprobs(self) -> bool:
+        return True
+
 
 @asynccontextmanager
 async def started(config: RunConfig, endpoint: EndpointConfig | None) -> AsyncIterator[Roles]:

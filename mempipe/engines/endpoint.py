@@ -43,6 +43,7 @@ class Endpoint:
         self._stop_texts = list(stop_texts)
         self._sampling = sampling or SamplingConfig()
         self._tokenizer = tokenizer
+        self._gives_logprobs = False
         key = os.environ.get(config.api_key_env, "") if config.api_key_env else ""
         if config.api_key_env and not key:
             raise ConfigError(
@@ -120,6 +121,14 @@ class Endpoint:
             tokenizer=self._tokenizer,
             stop_texts=self._stop_texts,
         )
+
+    async def gives_logprobs(self) -> bool:
+        """Returns whether the server's tokens have log-probs, by a completion of one token. Raises ServiceFault."""
+        if not self._gives_logprobs:  # a server that gives none may be replaced by one that does
+            assert self._tokenizer is not None, "an endpoint that generates needs the model's tokenizer"
+            completion = await self.generate(self._tokenizer.encode_text("?"), max_tokens=1)
+            self._gives_logprobs = not any(map(math.isnan, completion.logprobs))
+        return self._gives_logprobs
 
     async def chat(
         self, prompt: str, *, max_tokens: int, temperature: float, top_p: float = 1.0, num_samples: int = 1

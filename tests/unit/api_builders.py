@@ -67,6 +67,9 @@ class ScriptedEngine:
             policy_version=0,
         )
 
+    async def gives_logprobs(self) -> bool:
+        return True
+
 
 @dataclass
 class Engines:

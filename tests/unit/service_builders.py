@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -99,6 +100,9 @@ class WorldEngine:
             finish_reason=FinishReason.STOP if sampled == whole else FinishReason.LENGTH,
             policy_version=0,
         )
+
+    async def gives_logprobs(self) -> bool:
+        return not math.isnan(self.logprob)
 
     def _scripted(self, prompt: str) -> str:
         question = next(text for text in self.known if text in prompt)

@@ -78,6 +78,18 @@ async def test_a_seed_is_sent_where_there_is_one():
     assert [request.get("seed") for request in asked] == [7, None]
 
 
+async def test_one_token_says_whether_a_server_gives_log_probs():
+    without = choice(token_ids=[97], prompt_token_ids=[63])
+    given = choice(token_ids=[97], prompt_token_ids=[63], logprobs={"token_logprobs": [-0.5]})
+    async with faulty([says(without), says(given)]) as (url, asked):
+        client = endpoint(url)
+        try:
+            assert [await client.gives_logprobs() for _ in range(3)] == [False, True, True]
+        finally:
+            await client.close()
+    assert [request["max_tokens"] for request in asked] == [1, 1]
+
+
 async def test_ids_go_in_and_come_back_with_their_log_probs():
     completion, asked = await generated([says(choice(logprobs={"token_logprobs": [-0.5, -1, None]}))])
     assert (completion.token_ids, completion.finish_reason) == ([97, 98, 0], FinishReason.STOP)

@@ -285,11 +285,39 @@ def test_logprobs_are_those_of_the_answers_tokens(service):
     assert b"".join(bytes(each.bytes) for each in tokens).decode() == "".join(each.token for each in tokens)
 
 
-def test_logprobs_that_the_engine_does_not_give_are_refused(service):
+@pytest.mark.parametrize(
+    "stop, expected, sampled",
+    [
+        (" or", "Lima", "Lima"),
+        ("ma", "Li", "Lima"),  # of a token that holds the end, all
+        ("Lima", "", ""),
+        ("é", "Lima or ", "Lima or "),
+        ("x", "Lima or é🙂 Oslo", "Lima or é🙂 Oslo"),
+    ],
+)
+def test_logprobs_end_with_the_content_that_a_stop_text_cuts(service, stop, expected, sampled):
+    """In a stream too. The tiny model has several tokens for a character outside ASCII."""
+    for stream in (False, True):
+        service.engine.says[:] = [box("Lima or é🙂 Oslo")]
+        answer = send(service, user("where?"), stop=stop, logprobs=True, stream=stream)
+        if stream:
+            chunks = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            (choice,) = [each for chunk in chunks for each in chunk["choices"] if each.get("logprobs")]
+            content = choice["delta"]["content"]
+        else:
+            (choice,) = answer.json()["choices"]
+            content = choice["message"]["content"]
+        said = "".join(token["token"] for token in choice["logprobs"]["content"])
+        assert content == expected and said.strip() == sampled.strip()
+
+
+def test_logprobs_that_the_engine_does_not_give_are_refused_before_anything_is_sampled(service):
     service.engine.logprob = math.nan
     content_of(send(service))
-    refused = send(service, logprobs=True)
+    service.engine.prompts.clear()
+    refused = send(service, logprobs=True, stream=True)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
+    assert not service.engine.prompts
 
 
 def test_metadata_goes_to_the_trace_where_there_are_traces(service, instructed):

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from mempipe.answers.answering import Answering
-from mempipe.answers.api import AnswerReply, TurnReply
+from mempipe.answers.api import AnswerReply, TokenLogprob, TurnReply
 from mempipe.answers.replies import finish_reason, reasoning
 from mempipe.serve.openai.chat_api import ChatChoice, ChatReply, ChatReplyMessage, ChatRequest, ChoiceLogprobs
 from mempipe.serve.openai.chat_reading import Chat
@@ -103,15 +103,28 @@ def chat_reply(reply: AnswerReply, read: Chat, stops: Sequence[str], *, with_rea
 
 def _choices(reply: AnswerReply, read: Chat, stops: Sequence[str]) -> list[ChatChoice]:
     """Returns a choice for each attempt that the chat wants to see."""
-    return [
-        ChatChoice(
+    choices = list[ChatChoice]()
+    for index, attempt in enumerate(reply.attempts[: read.num_choices]):
+        content, logprobs = _until(stops, attempt.answer or ""), attempt.logprobs
+        choice = ChatChoice(
             index=index,
-            message=ChatReplyMessage(content=_until(stops, attempt.answer or "")),
-            logprobs=ChoiceLogprobs(content=attempt.logprobs) if attempt.logprobs is not None else None,
+            message=ChatReplyMessage(content=content),
+            logprobs=ChoiceLogprobs(content=_holding(content, logprobs)) if logprobs is not None else None,
             finish_reason=finish_reason(attempt.end_reason),
         )
-        for index, attempt in enumerate(reply.attempts[: read.num_choices])
-    ]
+        choices.append(choice)
+    return choices
+
+
+def _holding(content: str, tokens: Sequence[TokenLogprob]) -> list[TokenLogprob]:
+    """Returns the first tokens of an answer, as many as hold `content`, with which it begins."""
+    kept, said = list[TokenLogprob](), ""
+    for token in tokens:
+        if content in said:
+            break
+        kept.append(token)
+        said += token.token
+    return kept
 
 
 def _until(stops: Sequence[str], text: str) -> str:

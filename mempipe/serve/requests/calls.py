@@ -90,6 +90,9 @@ class ServedEngine:
             timeout_s=self.timeout_s,
         )
 
+    async def gives_logprobs(self) -> bool:
+        return True
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointEngine:
@@ -113,3 +116,6 @@ class EndpointEngine:
         self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig, seed: int | None = None
     ) -> Completion:
         return await self.endpoint.generate(token_ids, max_tokens=max_tokens, sampling=sampling, seed=seed)
+
+    async def gives_logprobs(self) -> bool:
+        return await self.endpoint.gives_logprobs()
