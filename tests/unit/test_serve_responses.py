@@ -172,6 +172,21 @@ def test_the_next_question_goes_on_from_the_memory_in_each_of_three_ways(service
     assert read[0] == read[1] == read[2]
 
 
+def test_a_thought_that_a_client_sends_back_as_a_summary_is_no_memory(service):
+    """As llama-index does: thought and memory of an item are one text, and the last turn has a thought alone."""
+    first = ask(service)
+    sent_back = [{"role": "user", "content": TWO_HOPS.text}]
+    for item in first.output[:-1]:
+        text = "\n".join(part.text for part in [*item.content, *item.summary])
+        sent_back.append({"type": "reasoning", "id": item.id, "summary": [{"type": "summary_text", "text": text}]})
+    sent_back += [{"role": "assistant", "content": GOLD}, {"role": "user", "content": "is that so?"}]
+    service.engine.says[:] = [box("yes")]
+    service.engine.prompts.clear()
+    answer = client_of(service).responses.with_raw_response.create(model="tiny", input=sent_back)
+    assert f"{memories(first)[-1]}\n{TWO_HOPS.text} {GOLD}</memory>" in service.engine.prompts[0]
+    assert IGNORED not in answer.headers
+
+
 def test_a_conversation_is_a_session_and_begins_with_its_items(service):
     client = client_of(service)
     items = [{"type": "message", "role": "user", "content": "who?"}]

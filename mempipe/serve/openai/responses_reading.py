@@ -15,8 +15,9 @@ from mempipe.serve.openai.chat_reading import INSTRUCTIONS, history
 from mempipe.serve.openai.fields import of_messages, refuse_unsupported, unread
 from mempipe.serve.openai.responses_api import LOGPROBS, InputItem, ResponseRequest
 
-MEMORY = "memory_"
-"""How the id of a reasoning item begins that holds a memory of this service."""
+MEMORY, THOUGHT = "memory_", "thought_"
+"""How the ids of this service's reasoning items begin: of those that hold a memory, and of those that hold none. The
+summary does not tell them apart: some clients send an item back with its thought in the summary."""
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
@@ -129,7 +130,7 @@ def _read_items(items: Sequence[InputItem]) -> tuple[str | None, list[ChatMessag
             if (written := _summary(item, index)) is not None:
                 orders = [message for message in messages if message.role in INSTRUCTIONS]
                 memory, messages = written, orders + _since_the_last_question(messages)
-        else:
+        elif item.type != "reasoning" or not (item.id or "").startswith(THOUGHT):
             unread.add(item.type)
     return memory, messages, unread
 

@@ -23,7 +23,7 @@ from mempipe.serve.openai.responses_api import (
     ResponseUsage,
     SummaryText,
 )
-from mempipe.serve.openai.responses_reading import MEMORY
+from mempipe.serve.openai.responses_reading import MEMORY, THOUGHT
 from mempipe.serve.requests.event_stream import Event
 
 
@@ -73,7 +73,8 @@ def _reasoning(turn: TurnReply, response_id: str) -> ReasoningItem | None:
     thought = [ReasoningText(text=turn.thought)] if turn.thought else []
     if not memory and not thought:
         return None
-    return ReasoningItem(id=f"{MEMORY}{turn.index}_of_{response_id}", summary=memory, content=thought)
+    kind = MEMORY if memory else THOUGHT
+    return ReasoningItem(id=f"{kind}{turn.index}_of_{response_id}", summary=memory, content=thought)
 
 
 def _answer(reply: AnswerReply, response_id: str, *, is_whole: bool) -> MessageItem:
@@ -131,8 +132,8 @@ class ResponseEvents:
         """Returns the item with an id that no item of an attempt that was given up has."""
         if not self._first_number or isinstance(item, MessageItem):
             return item
-        number, _, rest = item.id.removeprefix(MEMORY).partition("_of_")
-        return item.model_copy(update={"id": f"{MEMORY}{int(number) + self._first_number}_of_{rest}"})
+        kind, number, rest = item.id.split("_", 2)
+        return item.model_copy(update={"id": f"{kind}_{int(number) + self._first_number}_{rest}"})
 
     def _item(self, item: ReasoningItem | MessageItem) -> Iterator[Event]:
         """Yields the events that make an item."""
