@@ -10,6 +10,8 @@ import yaml
 from chain_setup import CONFIGS, tiny
 from mlflow import MlflowClient
 
+from mempipe.agents.memsearcher import MemSearcherPrompts
+from mempipe.agents.prompt_set import load_prompts
 from mempipe.checks.chain import check_chain
 from mempipe.cli import main as command
 from mempipe.config import RunConfig
@@ -249,3 +251,20 @@ def test_stages_are_children_of_the_chain_in_mlflow_also_when_it_goes_on(tmp_pat
     for name in ("memtrain", "memagent", "memagent-alone"):
         child = last_run_id(chain.folder / name)
         assert child is not None and client.get_run(child).data.tags["mlflow.parentRunId"] == parent
+
+
+def test_the_shipped_chain_of_memsearcher_trains_and_tests_on_pairs(monkeypatch):
+    """A training on single questions would not teach to answer two of them."""
+    monkeypatch.chdir(Path(__file__).parents[2])
+    chain = load_job("jobs/configs/chain_memtrain_memsearcher.yaml")[1]
+    assert {each.objectives for each in chain.benchmarks} == {2}
+    by_name = {run.name: run for run in chain_runs(chain)}
+    for name in ("memsearcher", "memsearcher-alone"):
+        run = by_name[name]
+        assert {run.data.train, run.data.validation} == {
+            "data/nq_hotpotqa_2_objectives.parquet",
+            "data/nq_hotpotqa_dev_2_objectives.parquet",
+        }
+        assert (run.reward.answer, run.reward.wrong_answer) == ("objectives_em", 0.0)
+        assert run.budget.max_turns == 2 * load_config("jobs/configs/memsearcher_qwen2.5-7b.yaml").budget.max_turns
+        assert "separated by semicolons" in load_prompts(run.agent.prompts, MemSearcherPrompts).system

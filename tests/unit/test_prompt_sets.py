@@ -116,6 +116,7 @@ async def test_a_golden_answer_is_probed_where_the_policy_would_write_it(agent, 
 WITH_INSTRUCTIONS = [("memsearcher", "memsearcher"), ("memagent", "memagent"), ("memtrain", "memtrain")]
 WITH_INSTRUCTIONS += [("mem1", "mem1"), ("react", "react"), ("full_text", "full_text")]
 WITH_INSTRUCTIONS += [("memsearcher", "memsearcher_limit"), ("memagent", "memagent_limit")]
+WITH_INSTRUCTIONS += [("memsearcher", "memsearcher_objectives")]
 
 
 @pytest.mark.parametrize(("agent", "prompts"), PAIRS)
