@@ -154,6 +154,13 @@ class Answering:
         """Returns whether one of the agents searches and so needs a corpus."""
         return any(config.agent_spec.searches for config in self.agents.values())
 
+    @property
+    def budgets(self) -> dict[str, dict[str, int]]:
+        """Returns the limits of each agent, in tokens and turns, that a request may change."""
+        names = BudgetChanges.model_fields.keys()
+        limits = {agent: config.budget.model_dump(include=set(names)) for agent, config in self.agents.items()}
+        return {agent: {name: of[name] for name in names if name in of} for agent, of in limits.items()}
+
     async def search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
         """Returns passages of the corpus, best first. Raises ApiError: 503 for a fault, 400 for a refused request."""
         try:

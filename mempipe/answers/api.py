@@ -251,12 +251,19 @@ class AnswerReply(BaseModel):
 
 
 class ModelReply(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
     id: str
+    root: str
+    """The same name: `vllm bench serve` needs this field unless its command names a model."""
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["mempipe"] = "mempipe"
     version: str
     agents: list[str]
+    budgets: dict[str, dict[str, int]]
+    """Limits of each agent in tokens and turns, by their names in `budget` of a request. `memory_tokens` is the most
+    that goes from one turn to the next, besides the question."""
 
 
 class ModelsReply(BaseModel):

@@ -346,7 +346,10 @@ def test_a_request_may_name_another_agent(tokenizer, tmp_path):
     agents = {"memsearcher": config_of("memsearcher"), "react": config_of("react")}
     service = build_service(tokenizer, tmp_path, agents=agents)
     with running(service):
-        assert httpx.get(f"{service.url}/v1/models").json()["data"][0]["agents"] == ["memsearcher", "react"]
+        (model,) = httpx.get(f"{service.url}/v1/models").json()["data"]
+        assert (model["agents"], model["root"]) == (["memsearcher", "react"], "tiny")
+        assert model["budgets"]["memsearcher"]["memory_tokens"] == agents["memsearcher"].budget.memory_limit
+        assert "memory_tokens" not in model["budgets"]["react"] and model["budgets"]["react"]["max_turns"] > 1
         service.engine.agent = "react"
         reply = ask(service, agent="react")
         assert (reply["agent"], reply["answer"].strip()) == ("react", GOLD)

@@ -216,6 +216,14 @@ def test_the_items_of_a_conversation_count_as_what_its_key_stores(tokenizer, tmp
         conversations.create(items=items)
 
 
+def test_a_conversation_lists_what_it_does_not_keep(service):
+    said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "who?"}]
+    body: dict[str, Any] = {"metadata": {"topic": "x"}, "items": [*said, {"type": "web_search_call", "id": "a"}]}
+    made = httpx.post(f"{service.url}/v1/conversations", json=body, timeout=30)
+    assert (made.json()["metadata"], made.headers[IGNORED]) == ({}, "metadata, items.system, items.web_search_call")
+    assert IGNORED not in httpx.post(f"{service.url}/v1/conversations", timeout=30).headers
+
+
 def test_a_response_belongs_to_its_key(tokenizer, tmp_path):
     (key, record), (other, second) = new_key("ann"), new_key("bob")
     service = build_service(tokenizer, tmp_path, keys=[record, second])
@@ -341,13 +349,13 @@ def test_foreign_items_are_history_and_what_is_not_read_is_listed():
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is\n21."}]},
     ]
     expected = 'how warm is it? weather {"city": "Lima"} 21 degrees It is 21.'
-    assert read_items([InputItem.model_validate(item) for item in items]) == expected
+    assert read_items([InputItem.model_validate(item) for item in items]) == (expected, ["items.reasoning"])
     request = ResponseRequest.model_validate({"input": [*items, {"role": "user", "content": "so?"}]})
     read = read_response(request, takes_instructions=True)
     assert (read.history(), read.history("before")) == (expected, f"before\n{expected}")
     assert read.ignored == ["input.reasoning"]
     call = items[1] | {"arguments": "half a character: \ud800"}
-    assert read_items([InputItem.model_validate(call)]) == "weather half a character: \ufffd"
+    assert read_items([InputItem.model_validate(call)]) == ("weather half a character: \ufffd", [])
     ours = {"type": "reasoning", "id": "memory_0", "summary": [{"type": "summary_text", "text": "known"}]}
     request = ResponseRequest.model_validate({"input": [*items, ours, {"role": "user", "content": "so?"}]})
     assert read_response(request, takes_instructions=True).history("before") == f"known\n{expected}"

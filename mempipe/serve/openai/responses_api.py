@@ -228,11 +228,15 @@ class DeletedResponseReply(BaseModel):
 
 
 class ConversationRequest(RequestBody):
-    """The first items of a conversation."""
+    """The first items of a conversation.
+
+    What has no meaning here is taken and listed in the response header `x-mempipe-ignored`.
+    """
 
     items: Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)] | None = None
+
+    # Taken and not kept.
     metadata: Any = None
-    """Taken and not kept."""
 
 
 class ConversationReply(BaseModel):

@@ -86,10 +86,12 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
     return ReadResponse(asked=asked, memory=memory, said=said[:-1], ignored=ignored)
 
 
-def read_items(items: Sequence[InputItem]) -> str:
-    """Returns items of an earlier conversation as a memory. Raises ApiError 400."""
-    memory, messages, _ = _read_items(items)
-    return remembered(memory or "", [each for each in messages if each.role not in INSTRUCTIONS]) or ""
+def read_items(items: Sequence[InputItem]) -> tuple[str, list[str]]:
+    """Returns items of an earlier conversation as a memory, and the names of skipped items. Raises ApiError 400."""
+    memory, messages, unknown = _read_items(items)
+    said = [each for each in messages if each.role not in INSTRUCTIONS]
+    unknown |= {each.role for each in messages if each.role in INSTRUCTIONS}
+    return remembered(memory or "", said) or "", of_messages("items", (), unknown)
 
 
 def in_response(error: ApiError, request: ResponseRequest) -> ApiError:

@@ -59,7 +59,7 @@ async def play_chat(
 
 @router.get("/models")
 async def models(parts: PartsOfApp) -> ModelsReply:
-    """The served model, its version and its agents."""
+    """The served model, its version, and its agents with their budgets."""
     return ModelsReply(data=[_model(parts.answering)])
 
 
@@ -72,5 +72,11 @@ async def model(model: str, parts: PartsOfApp) -> ModelReply:
 
 
 def _model(answering: Answering) -> ModelReply:
-    version = answering.engine().version
-    return ModelReply(id=answering.name, created=answering.created, version=version, agents=list(answering.agents))
+    return ModelReply(
+        id=answering.name,
+        root=answering.name,
+        created=answering.created,
+        version=answering.engine().version,
+        agents=list(answering.agents),
+        budgets=answering.budgets,
+    )

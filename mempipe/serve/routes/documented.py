@@ -47,9 +47,8 @@ STREAM: dict[int | str, dict[str, Any]] = {
     }
 }
 IGNORED_HEADER = "x-mempipe-ignored"
-IGNORED: dict[int | str, dict[str, Any]] = {
-    200: STREAM[200]
-    | {
+LISTED: dict[int | str, dict[str, Any]] = {
+    200: {
         "headers": {
             IGNORED_HEADER: {
                 "description": "Names of fields that were sent and have no meaning here, separated by commas.",
@@ -58,6 +57,7 @@ IGNORED: dict[int | str, dict[str, Any]] = {
         }
     }
 }
+IGNORED = {200: STREAM[200] | LISTED[200]}
 
 
 def ignored_header(names: Iterable[str]) -> dict[str, str]:

@@ -10,6 +10,7 @@ from fastapi import APIRouter, Response
 
 from mempipe.answers.api import AnswerReply
 from mempipe.answers.errors import ApiError
+from mempipe.serve.openai.fields import unread
 from mempipe.serve.openai.responses_api import (
     ConversationReply,
     ConversationRequest,
@@ -23,7 +24,16 @@ from mempipe.serve.openai.responses_writing import ResponseEvents, begun, finish
 from mempipe.serve.requests.answer_jobs import AnswerJob
 from mempipe.serve.requests.event_stream import event_stream, events
 from mempipe.serve.requests.store import StoredResponse
-from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, OF_A_BODY, ignored_header, refusals
+from mempipe.serve.routes.documented import (
+    ALWAYS,
+    ANSWERS,
+    BEARER,
+    IGNORED,
+    LISTED,
+    OF_A_BODY,
+    ignored_header,
+    refusals,
+)
 from mempipe.serve.routes.parts import Owner, Parts, PartsOfApp, RequestId
 
 router = APIRouter(prefix="/v1", tags=["openai"], dependencies=BEARER, responses=ALWAYS)
@@ -71,11 +81,18 @@ async def delete_response(response: str, parts: PartsOfApp, owner: Owner) -> Del
     return DeletedResponseReply(id=response)
 
 
-@router.post("/conversations", responses=OF_A_BODY)
-async def create_conversation(parts: PartsOfApp, owner: Owner, asked: ConversationRequest | None = None) -> Any:
-    """Begins a conversation: a session, whose memory notes the items."""
-    memory = read_items((asked.items if asked is not None else None) or [])
+@router.post("/conversations", response_model=ConversationReply, responses=OF_A_BODY | LISTED)
+async def create_conversation(
+    parts: PartsOfApp, owner: Owner, response: Response, asked: ConversationRequest | None = None
+) -> Any:
+    """Begins a conversation: a session, whose memory notes the items.
+
+    The response header `x-mempipe-ignored` lists fields and items that were sent and have no meaning here.
+    """
+    asked = asked or ConversationRequest()
+    memory, unknown = read_items(asked.items or [])
     session = await parts.store.create_session(owner, memory=memory)
+    response.headers.update(ignored_header([*sorted(unread(asked)), *unknown]))
     return ConversationReply(id=session.id, created_at=int(session.created_at))
 
 
