@@ -30,6 +30,22 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
         return [fatal(str(error))]
     hint = "" if devices.num_gpus else " (no GPU here; --devices plans for a machine that has some)"
     findings = [ok(f"{placed}{hint}")]
+    if placed.bundles and placed.tensor_parallel != config.generation.tensor_parallel:
+        needed = sum(demand.by_role.values())
+        findings.append(
+            note(
+                f"generation.tensor_parallel is {config.generation.tensor_parallel}, but an engine on a GPU of the "
+                f"learner has that GPU alone, so the plan has {placed.tensor_parallel}; an engine of several GPUs "
+                f"needs placement separate, here with {needed} GPUs"
+            )
+        )
+    if placed.seats("retrieval") and placed.vector_bytes is None:
+        findings.append(
+            note(
+                f"memory of the GPUs for vectors is not estimated: index {config.retrieval.index} is not here, or does "
+                "not compare every vector"
+            )
+        )
     if devices.num_gpus and config.model.dtype == "float32":
         findings.append(
             note(

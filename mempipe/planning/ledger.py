@@ -56,6 +56,10 @@ REMEDIES = (
     "learner.max_tokens_per_micro_batch or generation.gpu_memory_utilization, or take more GPUs"
 )
 """Settings with which a plan needs less of each GPU."""
+VECTOR_REMEDIES = (
+    "raise retrieval.num_gpus or retrieval.shard_actors, or build the index with a smaller faiss.shard_passages"
+)
+"""The same for GPUs that hold vectors."""
 
 
 def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Transfer) -> dict[Phase, int]:
@@ -115,6 +119,11 @@ def reference_needs(config: RunConfig, shape: Shape) -> dict[Phase, int]:
     return dict.fromkeys(PHASES, CONTEXT + weights + _reserved(_scoring(config, shape)))
 
 
+def vector_needs(vector_bytes: int) -> dict[Phase, int]:
+    """Returns the memory of a GPU that holds vectors, the same in every phase."""
+    return dict.fromkeys(PHASES, CONTEXT + vector_bytes)
+
+
 def engine_needs(
     config: RunConfig, shape: Shape, *, tensor_parallel: int, share_bytes: int, sleeps: bool, transfer: Transfer
 ) -> dict[Phase, int]:
@@ -158,7 +167,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ledger:
-    """All GPUs of a plan, but those that hold vectors."""
+    """All GPUs of a plan, but those that hold vectors of a size that is not known."""
 
     gpu_bytes: int
     """Memory of each."""
@@ -182,7 +191,8 @@ class Ledger:
         )
 
     def excess(self) -> str:
-        """Describes the fullest GPU, the phase and each role's part when something does not fit; "" when all fits."""
+        """Describes the fullest GPU, the phase, each role's part and what would help when something does not fit; ""
+        when all fits."""
         if not self.cards:
             return ""
         card, phase = self.tightest
@@ -191,7 +201,8 @@ class Ledger:
         parts = ", ".join(f"{role} {needs[phase] / GIB:.1f}" for role, needs in card.needs.items())
         return (
             f"phase {phase} needs {card.total(phase) / GIB:.1f} GiB ({parts}), and of a GPU of "
-            f"{self.gpu_bytes / GIB:.1f} GiB at most {self.limit / GIB:.1f} are planned"
+            f"{self.gpu_bytes / GIB:.1f} GiB at most {self.limit / GIB:.1f} are planned; "
+            f"{VECTOR_REMEDIES if 'retrieval' in card.needs else REMEDIES}"
         )
 
     def table(self) -> list[str]:

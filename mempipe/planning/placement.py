@@ -16,12 +16,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
-from typing import Literal
+from typing import Any, Literal
 
 from mempipe.config import RunConfig
 from mempipe.planning.capacity import GIB, Shape, model_shape
 from mempipe.planning.ledger import (
-    REMEDIES,
     Card,
     Ledger,
     Phase,
@@ -31,7 +30,9 @@ from mempipe.planning.ledger import (
     rank_needs,
     reference_needs,
     share_bounds,
+    vector_needs,
 )
+from mempipe.retrieval.manifest import gpu_bytes as vector_gpu_bytes
 from mempipe.settings import ConfigError
 
 Bundle = dict[Role, float]
@@ -54,6 +55,8 @@ class Demand:
     holders: int = 0
     """Actors that hold vectors on GPUs. They never share."""
     gpus_per_holder: int = 0
+    vector_bytes: int | None = None
+    """Memory of the fullest of these GPUs; None: not known."""
 
     @classmethod
     def of_training(cls, config: RunConfig) -> Demand:
@@ -82,10 +85,17 @@ class Demand:
         return {role: count for role, count in gpus.items() if count}
 
 
-def _holders(config: RunConfig) -> dict[str, int]:
+def _holders(config: RunConfig) -> dict[str, Any]:
     retrieval = config.retrieval
-    holders = (retrieval.shard_actors or retrieval.num_replicas) if retrieval.index and retrieval.num_gpus else 0
-    return {"holders": holders, "gpus_per_holder": retrieval.num_gpus}
+    if not retrieval.index or not retrieval.num_gpus:
+        return {}
+    return {
+        "holders": retrieval.shard_actors or retrieval.num_replicas,
+        "gpus_per_holder": retrieval.num_gpus,
+        "vector_bytes": vector_gpu_bytes(
+            retrieval.index, num_parts=retrieval.shard_actors or 1, num_gpus=retrieval.num_gpus
+        ),
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +113,8 @@ class Plan:
     sleeps: bool = False
     """Whether engines give their memory back while the learner works."""
     unused_gpus: int = 0
+    vector_bytes: int | None = None
+    """Memory of the fullest GPU that holds vectors; None: not known, or there is none."""
 
     def ledger(self, config: RunConfig, shape: Shape, *, gpu_bytes: int) -> Ledger:
         """Returns what every role needs on its GPU in each phase."""
@@ -118,12 +130,14 @@ class Plan:
                 transfer=self.transfer,
             ),
         }
+        if self.vector_bytes is not None:
+            needs["retrieval"] = vector_needs(self.vector_bytes)
         return Ledger(
             gpu_bytes=gpu_bytes,
             cards=[
                 Card(needs={role: needs[role] for role in bundle})
                 for bundle in self.bundles
-                if "retrieval" not in bundle
+                if bundle.keys() <= needs.keys()
                 for _ in range(bundle_gpus(bundle))
             ],
         )
@@ -240,7 +254,7 @@ def _in_memory(config: RunConfig, made: Plan, gpu_bytes: int | None) -> Plan:
     if shape is None or gpu_bytes is None:
         return made
     if excess := made.ledger(config, shape, gpu_bytes=gpu_bytes).excess():
-        raise ConfigError(f"placement, {made.kind}: {excess}; {REMEDIES}")
+        raise ConfigError(f"placement, {made.kind}: {excess}")
     return made
 
 
@@ -295,7 +309,7 @@ def _divided(config: RunConfig, made: Plan, gpu_bytes: int | None) -> Plan:
                 return tried
     raise ConfigError(
         f"placement: a GPU of {gpu_bytes / GIB:.0f} GiB that all roles share over {made.num_ranks} ranks has no room, "
-        f"also when engines sleep while the learner works: {excess}; {REMEDIES}"
+        f"also when engines sleep while the learner works: {excess}"
     )
 
 
@@ -327,6 +341,7 @@ def _plan(
         bundles=bundles,
         transfer=_transfer(config, kind) if engines and ranks else "mempipe_shm",
         unused_gpus=sum(gpus_per_node) - sum(map(bundle_gpus, bundles)) if bundles else 0,
+        vector_bytes=demand.vector_bytes,
     )
 
 

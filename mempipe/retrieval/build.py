@@ -41,7 +41,6 @@ from mempipe.retrieval.bm25_build import build_lexical
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import Encoder, HashingEncoder, Vectors
 from mempipe.retrieval.faiss_build import (
-    EXHAUSTIVE,
     adding_threads,
     blocks_of,
     exact_nearest,
@@ -51,6 +50,7 @@ from mempipe.retrieval.faiss_build import (
     write_faiss,
 )
 from mempipe.retrieval.manifest import (
+    EXHAUSTIVE,
     MANIFEST,
     LexicalFiles,
     Manifest,

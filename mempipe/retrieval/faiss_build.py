@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +17,6 @@ from mempipe.retrieval.gpu_vectors import faiss_computes, num_visible_gpus
 from mempipe.retrieval.vectors import Scored, merge, set_search_parameters
 from mempipe.settings import ConfigError
 
-EXHAUSTIVE = re.compile(r"Flat|SQ\w+|PQ\d+(x\d+)?")
 BLOCK = 65_536  # vectors handled at once
 
 

@@ -18,12 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from mempipe.retrieval.encoders import Vectors
+from mempipe.retrieval.manifest import GPU_SCRATCH_BYTES
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-GPU_TEMP_BYTES = 2**28
-"""Scratch memory of one shard on a GPU; faiss takes 1.5 GB unless told."""
 BLOCK = 2**16  # vectors that are copied at once
 PROBE = """
 import faiss, numpy
@@ -80,7 +79,7 @@ def _faiss_copy(index: Any, gpu: int) -> Any:
     options.useFloat16 = True
     # Of its own: shards are searched at the same time, and one set of resources serves one search at a time.
     resources = faiss.StandardGpuResources()
-    resources.setTempMemory(GPU_TEMP_BYTES)
+    resources.setTempMemory(GPU_SCRATCH_BYTES)
     return faiss.index_cpu_to_gpu(resources, gpu, index, options)
 
 
@@ -102,7 +101,7 @@ class TorchCopy:
         queries = torch.from_numpy(vectors).to(self._vectors)
         scores = queries.new_empty(len(queries), 0, dtype=torch.float32)
         rows = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
-        size = max(GPU_TEMP_BYTES // (8 * len(queries)), depth)  # a float32 score, and as much room to sort
+        size = max(GPU_SCRATCH_BYTES // (8 * len(queries)), depth)  # a float32 score, and as much room to sort
         for first in range(0, len(self._vectors), size):
             block = _float32_product(queries, self._vectors[first : first + size].T)
             best = block.topk(min(depth, block.shape[1]))

@@ -12,6 +12,7 @@ absolute path. The hash of the manifest is the snapshot that every search result
 from __future__ import annotations
 
 import hashlib
+import re
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +24,10 @@ from mempipe.storage.json_files import parse_object, without_checksum, write_obj
 
 FORMAT = 2
 MANIFEST = "manifest.json"
+EXHAUSTIVE = re.compile(r"Flat|SQ\w+|PQ\d+(x\d+)?|Index(Flat|ScalarQuantizer|PQ)(IP)?")
+"""Kinds of index that compare every vector: faiss' factory strings, and its classes in an adopted index."""
+GPU_SCRATCH_BYTES = 2**28
+"""Scratch memory of one shard on a GPU; faiss takes 1.5 GB unless told."""
 
 
 class _Part(BaseModel):
@@ -162,6 +167,29 @@ def vector_files(manifest: Manifest, folder: Path, *, part: int, num_parts: int)
         )
     first, last = (len(files) * i // num_parts for i in (part, part + 1))
     return [folder / name for name in files[first:last]]
+
+
+def gpu_bytes(folder: str | Path, *, num_parts: int, num_gpus: int) -> int | None:
+    """Returns the float16 copies and the scratch memory on the fullest GPU, when each of `num_parts` actors spreads its
+    shards over `num_gpus` (`mempipe.retrieval.vectors.open_shards`).
+
+    None where it cannot be known from here: the index is not there, or does not compare every vector.
+    """
+    folder = Path(folder)
+    try:
+        manifest, _ = read_manifest(folder)
+        parts = [vector_files(manifest, folder, part=i, num_parts=num_parts) for i in range(num_parts)]
+    except ConfigError:
+        return None
+    if manifest.vectors is None or not EXHAUSTIVE.fullmatch(manifest.vectors.factory):
+        return None
+    sizes = {folder / name: manifest.files[name].bytes for name in manifest.vectors.files}
+    copies = 2 * manifest.passages.count * manifest.vectors.dimension
+    on_gpus = [part[gpu::num_gpus] for part in parts for gpu in range(num_gpus)]
+    return max(
+        copies * sum(sizes[file] for file in files) // sum(sizes.values()) + GPU_SCRATCH_BYTES * len(files)
+        for files in on_gpus
+    )
 
 
 def verify(folder: str | Path) -> None:

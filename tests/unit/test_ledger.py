@@ -41,7 +41,10 @@ from mempipe.planning.ledger import (
     share_bounds,
 )
 from mempipe.planning.placement import Demand, Plan, bundle_gpus, plan
+from mempipe.retrieval.build import build_index
+from mempipe.retrieval.manifest import read_manifest
 from mempipe.settings import ConfigError
+from mempipe.types import Passage
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 SEVEN = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
@@ -218,6 +221,56 @@ def test_an_engine_takes_no_more_than_the_cache_that_it_can_use():
 def test_a_share_that_leaves_nothing_for_the_weights_that_arrive_is_refused():
     (problem,) = [f.text for f in said(preset("3b", "generation.gpu_memory_utilization=0.97", "placement=separate"), 8)]
     assert "phase send needs" in problem and "generation.gpu_memory_utilization" in problem
+
+
+def vectors_on(gpus: int, index: Path, *, actors: int = 0) -> RunConfig:
+    """The preset's eight roles, and actors with so many GPUs each that hold vectors."""
+    return preset("3b", f"retrieval.index={index}", f"retrieval.num_gpus={gpus}", f"retrieval.shard_actors={actors}")
+
+
+@pytest.mark.parametrize("factory", ["Flat", "SQfp16"])
+def test_vectors_take_their_float16_copies_of_the_gpus_that_hold_them(factory, tmp_path):
+    """Ten vectors in shards of four, four and two: an actor with two GPUs has the first and the last on one of them."""
+    passages = [Passage(id=str(i), title=f"T{i}", text=f"word{i} word{i + 1}") for i in range(10)]
+    shards_of_four = {"faiss": {"factory": factory, "shard_passages": 4}, "segment_passages": 2}
+    build_index(passages, tmp_path / "index", **shards_of_four)
+    vectors = read_manifest(tmp_path / "index")[0].vectors
+    assert vectors is not None
+    for actors, gpus, rows, shards in ((0, 1, 10, 3), (0, 2, 6, 2), (2, 1, 6, 2), (3, 1, 4, 1)):
+        config = vectors_on(gpus, tmp_path / "index", actors=actors)
+        made = plan(config, Demand.of_training(config), [16], gpu_bytes=int(H100 * GIB))
+        ledger = made.ledger(config, KNOWN[config.model.path], gpu_bytes=int(H100 * GIB))
+        cards = [card for card in ledger.cards if "retrieval" in card.needs]
+        assert len(cards) == max(actors, 1) * gpus
+        (needed,) = {card.total(phase) for card in cards for phase in PHASES}
+        assert needed - CONTEXT - shards * 2**28 == pytest.approx(2 * rows * vectors.dimension, rel=0.05)
+    shown = "\n".join(finding.text for finding in said(vectors_on(2, tmp_path / "index"), 10))
+    assert "2 x retrieval" in shown and "not estimated" not in shown
+
+
+def test_vectors_that_exceed_their_gpus_are_refused_with_what_would_help(tmp_path):
+    config = vectors_on(2, tmp_path)
+    demand = replace(Demand.of_training(config), vector_bytes=90 * GIB)
+    with pytest.raises(
+        ConfigError, match=r"phase learn needs 91\.5 GiB \(retrieval 91\.5\), .*; raise retrieval.num_gpus"
+    ):
+        plan(config, demand, [10], gpu_bytes=int(H100 * GIB))
+
+
+def test_vectors_of_an_index_that_is_elsewhere_are_not_in_the_ledger_and_doctor_says_so(tmp_path):
+    shown = [finding.text for finding in said(vectors_on(2, tmp_path / "away"), 10)]
+    assert any("2 GPU for retrieval" in text for text in shown)
+    assert any(f"index {tmp_path / 'away'} is not here" in text for text in shown)
+
+
+def test_doctor_says_that_engines_on_gpus_of_the_learner_have_one_gpu_each():
+    config = preset("3b", "generation.tensor_parallel=2")
+    shown = [finding.text for finding in said(config, 4) if "tensor_parallel" in finding.text]
+    assert shown == [
+        "generation.tensor_parallel is 2, but an engine on a GPU of the learner has that GPU alone, so the plan has 1; "
+        "an engine of several GPUs needs placement separate, here with 11 GPUs"
+    ]
+    assert not [finding.text for finding in said(config, 11) if "tensor_parallel" in finding.text]
 
 
 def test_a_rank_by_hand():

@@ -216,7 +216,7 @@ def test_where_faiss_has_no_code_for_a_gpu_torch_proposes_the_same_rows(tmp_path
     Gpus(1).install(monkeypatch)
     monkeypatch.setattr(gpu_vectors, "faiss_computes", lambda: False)
     monkeypatch.setattr(gpu_vectors, "TorchCopy", lambda index, device: TorchCopy(index, "cpu"))
-    monkeypatch.setattr(gpu_vectors, "GPU_TEMP_BYTES", temporary)
+    monkeypatch.setattr(gpu_vectors, "GPU_SCRATCH_BYTES", temporary)
     monkeypatch.setattr(gpu_vectors, "BLOCK", 64)
     monkeypatch.setattr(module, "SCAN_LIMIT", 0)
     file = index_file(tmp_path / "i", VECTORS, factory)
