@@ -29,6 +29,7 @@ from learner_setup import (
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mempipe.actors.launch import learner_settings
 from mempipe.engines import learner as learner_module
 from mempipe.engines import model as model_module
 from mempipe.engines import proof
@@ -39,6 +40,7 @@ from mempipe.engines.learner_settings import profile_files
 from mempipe.engines.model import accumulate_locally, shard
 from mempipe.engines.proof import SamplingMismatch, added
 from mempipe.engines.reference import ReferenceModel
+from mempipe.loader import parse_config
 from mempipe.rl.packing import MicroBatch
 from mempipe.types import TrainingSample
 
@@ -637,6 +639,23 @@ def test_the_first_update_of_a_step_is_profiled_where_that_is_asked_for(qwen2, t
     assert list((tmp_path / "profiles").iterdir()) == [files[2]]
     names = {event.get("name") for event in json.loads(files[2].read_text())["traceEvents"]}
     assert {"aten::mm", "Optimizer.step#AdamW.step"} <= names
+
+
+def test_the_setting_profile_steps_puts_a_trace_into_the_folder_of_the_run(qwen2, tmp_path):
+    config = parse_config(
+        {
+            "name": "run",
+            "output": str(tmp_path),
+            "model": {"path": str(qwen2), "dtype": "float32"},
+            "algorithm": {"kl_coef": 0.0},
+            "tracking": {"profile_steps": [1]},
+        }
+    )
+    config.folder.mkdir()
+    (update,) = pack(samples(11))
+    Learner(learner_settings(config)).step([update])
+    (trace,) = (config.folder / "profiles").iterdir()
+    assert trace.name == "step-00000001.json" and json.loads(trace.read_text())["traceEvents"]
 
 
 def test_a_profile_that_cannot_be_written_disturbs_nothing(qwen2, tmp_path, caplog):
