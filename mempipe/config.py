@@ -127,6 +127,37 @@ class RunConfig(Section):
     """A whole run."""
 
     MOVED: ClassVar[dict[str, str]] = {"compat": "agent.compat"}
+    FREE: ClassVar[tuple[str, ...]] = (
+        "checkpoint",
+        "data.num_epochs",
+        "data.validation",
+        "evaluation",
+        "generation",
+        "grace_s",
+        "learner.max_tokens_per_micro_batch",
+        "learner.num_ranks",
+        "learner.num_threads",
+        "learner.offload_optimizer",
+        "learner.share_prefixes",
+        "learner.timeout_s",
+        "max_restarts",
+        "model.gradient_checkpointing",
+        "num_steps",
+        "output",
+        "placement",
+        "ray_address",
+        "reference.num_replicas",
+        "retrieval.batch_wait_ms",
+        "retrieval.encoder_path",
+        "retrieval.num_gpus",
+        "retrieval.num_replicas",
+        "retrieval.num_threads",
+        "retrieval.shard_actors",
+        "retrieval.timeout_s",
+        "stream",
+        "tracking",
+    )
+    """Placement, speed, duration and measurement. None of them changes the learned result of a step."""
 
     name: FolderName = "run"
     """The run's folder is output/name."""

@@ -1,5 +1,5 @@
 """The record of a result's settings and inputs, stored with it, and its comparison with the present ones. Runs,
-validations, evaluations, chains and sweeps decide by it whether existing results may be used again.
+validations, evaluations, chains, sweeps and builds decide by it whether existing results may be used again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from mempipe.data.input_files import ROWS, input_files
-from mempipe.retrieval.manifest import read_manifest
 from mempipe.settings import ConfigError, Section, renamed
 from mempipe.storage.checksums import record_of
 from mempipe.storage.files import sha256
@@ -53,6 +52,16 @@ def completed(saved: Mapping[str, Any], kind: type[Section]) -> dict[str, Any]:
         return kind.model_validate(renamed(saved, kind)[0]).model_dump(mode="json")
     except (ConfigError, ValidationError):  # a setting that is gone, or damage: the comparison names it
         return dict(saved)
+
+
+def changed_settings(saved: Mapping[str, Any], now: Section, **facts: Any) -> list[tuple[str, Any, Any]]:
+    """Returns (dotted name, value before, value now) for each setting that differs from a saved one and is not free
+    (`Section.FREE`). The record may be of an earlier version, and may lack free settings. `facts` are further values of
+    it, such as the hash of an index."""
+    kind, settings = type(now), now.model_dump(mode="json")
+    before = {name: settings[name] for name in kind.FREE if name in settings} | {**saved}
+    found = {name: before.pop(name, None) for name in facts}
+    return list(differences(completed(before, kind) | found, settings | facts, free=kind.FREE))
 
 
 def read_record(file: Path, *, mends: str, **fields: type) -> dict[str, Any]:
@@ -113,8 +122,3 @@ def checksums_sha256(checksums: Mapping[str, int]) -> str:
     """Returns the hash of a policy, from the checksum of each of its weights (`mempipe.engines.checksums`). It is the
     same however many ranks hold them."""
     return hashlib.sha256(json.dumps(checksums, sort_keys=True).encode()).hexdigest()[:_SHORT]
-
-
-def index_sha256(path: str) -> str:
-    """Returns the hash of an index's manifest, which holds that of every file; "" without an index."""
-    return read_manifest(Path(path))[1] if path else ""

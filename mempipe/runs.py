@@ -36,47 +36,13 @@ from pydantic import ValidationError
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import checkpoints, latest
 from mempipe.masking.cloze import MANIFEST
-from mempipe.provenance import MADE_OF, changed_inputs, completed, differences, read_record, write_record
+from mempipe.provenance import MADE_OF, changed_inputs, changed_settings, completed, read_record, write_record
 from mempipe.settings import ConfigError
 from mempipe.storage.files import LOCK_FILE, lock, write_text
 from mempipe.storage.json_files import read_object
 from mempipe.storage.yaml_text import parse_yaml
 
 Resume = Literal["never", "auto", "always"]
-
-FREE_SETTINGS = (
-    "checkpoint",
-    "data.num_epochs",
-    "data.validation",
-    "evaluation",
-    "generation",
-    "grace_s",
-    "learner.max_tokens_per_micro_batch",
-    "learner.num_ranks",
-    "learner.num_threads",
-    "learner.offload_optimizer",
-    "learner.share_prefixes",
-    "learner.timeout_s",
-    "max_restarts",
-    "model.gradient_checkpointing",
-    "num_steps",
-    "output",
-    "placement",
-    "ray_address",
-    "reference.num_replicas",
-    "retrieval.batch_wait_ms",
-    "retrieval.encoder_path",
-    "retrieval.num_gpus",
-    "retrieval.num_replicas",
-    "retrieval.num_threads",
-    "retrieval.shard_actors",
-    "retrieval.timeout_s",
-    "stream",
-    "tracking",
-)
-"""Settings that may change on resume: placement, speed, duration and measurement. None of them changes the learned
-result of a step."""
-
 
 QUESTIONS_FOLDER = "cloze"
 """Folder of the questions that a run creates from data.corpus."""
@@ -344,9 +310,7 @@ def _rebuilt_state(config: RunConfig, resume: Resume) -> dict[str, Any] | None:
 def _check_same(config: RunConfig) -> None:
     refused = [
         f"{key} {now!r} (was {before!r})"
-        for key, before, now in differences(
-            saved_settings(config.folder), config.model_dump(mode="json"), free=FREE_SETTINGS
-        )
+        for key, before, now in changed_settings(saved_settings(config.folder), config)
     ]
     if refused:
         raise ConfigError(

@@ -39,6 +39,9 @@ class Section(BaseModel):
 
     MOVED: ClassVar[dict[str, str]] = {}
     """Names of earlier versions, and the dotted name of each today; `renamed` reads them."""
+    FREE: ClassVar[tuple[str, ...]] = ()
+    """Dotted names of settings and sections that may change when a job is continued
+    (`mempipe.provenance.changed_settings`)."""
 
     @model_validator(mode="before")
     @classmethod

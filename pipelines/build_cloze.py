@@ -11,6 +11,7 @@ which an index is built.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from mempipe.masking.cloze import MANIFEST, RULES, SCHEMA, SPLITS, choose_questi
 from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import make_finder
 from mempipe.progress import Progress, say
+from mempipe.provenance import changed_settings
 from mempipe.settings import ConfigError
 from mempipe.storage.files import recover_folder, whole_folder
 from mempipe.storage.json_files import read_object, write_object
@@ -55,10 +57,10 @@ def build_cloze(
     Raises ConfigError for a corpus that cannot be read or gives no question, a finder that is not installed, and a
     folder of other settings.
     """
-    settings = {"corpus": corpus, "finder": make_finder(config.entities).name} | config.model_dump(mode="json")
+    facts = {"corpus": corpus, "finder": make_finder(config.entities).name}
     recover_folder(folder)
     if folder.exists():
-        return _finished(folder, settings)
+        return _finished(folder, config, facts)
     check_source(corpus)  # refuses a missing file before Ray starts
     with whole_folder(folder) as partial:
         file = partial / "corpus.parquet"
@@ -71,8 +73,9 @@ def build_cloze(
             write_questions(partial / f"{split}.parquet", made.questions[split])
         counts = {"passages": num_passages, **made.counts}
         counts |= {f"{split}_questions": len(made.questions[split]) for split in SPLITS}
+        settings = config.model_dump(mode="json") | facts
         write_object(partial / MANIFEST, {"settings": settings, "source": describe_source(read), "counts": counts})
-    return _finished(folder, settings)
+    return _finished(folder, config, facts)
 
 
 def _write_corpus(corpus: str, file: Path, *, fallback: str, words: int) -> str:
@@ -121,22 +124,19 @@ def _write_candidates(source: str, folder: Path, config: ClozeConfig) -> int:
     return total
 
 
-def _finished(folder: Path, settings: dict) -> ClozeFiles:
+def _finished(folder: Path, config: ClozeConfig, facts: Mapping[str, str]) -> ClozeFiles:
     if not (folder / MANIFEST).exists():
         raise ConfigError(f"{folder} holds no finished cloze questions ({MANIFEST}); choose another folder")
     again = f"remove {folder}, and make the questions again (mempipe data cloze, or the run's own command)"
     manifest = read_object(folder / MANIFEST, advice=again)
     if not all(isinstance(manifest.get(name), dict) for name in ("settings", "counts")):
         raise ConfigError(f"{folder / MANIFEST} is damaged: it lacks settings or counts; {again}")
-    defaults = ClozeConfig().model_dump(mode="json")  # of settings that an older version did not have
-    made_with = {name: defaults[name] for name in settings.keys() & defaults.keys()} | manifest["settings"]
-    if made_with != settings:
-        differing = sorted(name for name, value in settings.items() if made_with.get(name) != value)
+    if differing := [name for name, *_ in changed_settings(manifest["settings"], config, **facts)]:
         raise ConfigError(f"{folder} was made with other settings ({', '.join(differing)}); choose another folder")
     own = folder / "corpus.parquet"
     return ClozeFiles(
         folder=folder,
-        corpus=str(own) if own.exists() else settings["corpus"],
+        corpus=str(own) if own.exists() else facts["corpus"],
         source=str(manifest.get("source", "")),
         counts=manifest["counts"],
     )

@@ -35,6 +35,7 @@ from mempipe.masking.documents import (
 )
 from mempipe.masking.entities import make_finder
 from mempipe.progress import Progress
+from mempipe.provenance import changed_settings
 from mempipe.retrieval.manifest import check_index, read_manifest
 from mempipe.settings import ConfigError
 from mempipe.storage.files import lock
@@ -56,8 +57,6 @@ LEAST_ACCEPTED = 0.05
 """Share of the pivots that is expected to give a document, when fewer have so far."""
 _AGAIN = "make the documents again (mempipe data memtrain)"
 _PART_ADVICE = "remove it, and the same command makes it again"
-FREE = {"output", "name", "num_workers", "ray_address"}
-"""Settings that do not change what the documents are."""
 
 
 def main(config: MemtrainConfig) -> Path:
@@ -78,9 +77,7 @@ def main(config: MemtrainConfig) -> Path:
         )
     folder = Path(config.output) / config.name
     lock(folder)
-    settings = config.model_dump(mode="json", exclude=FREE)
-    settings |= {"snapshot": snapshot, "finder": make_finder(config.entities).name}
-    _check_same(folder / SETTINGS, settings)
+    _check_same(folder / SETTINGS, config, snapshot=snapshot, finder=make_finder(config.entities).name)
     if (folder / SUMMARY).exists():
         _clear(folder)
         return folder
@@ -136,18 +133,17 @@ def shown(folder: Path, count: int) -> list[str]:
     return lines
 
 
-def _check_same(file: Path, settings: dict[str, Any]) -> None:
-    """Keeps the settings in the folder. Raises ConfigError when it was begun with others."""
+def _check_same(file: Path, config: MemtrainConfig, **facts: str) -> None:
+    """Keeps the settings and the facts in the folder. Raises ConfigError when it was begun with others."""
     if not file.exists():
-        write_object(file, settings)
+        write_object(file, config.model_dump(mode="json", exclude={*config.FREE}) | facts)
         return
     kept = read_object(file, advice=f"remove {file.parent}, and {_AGAIN}")
-    for name in sorted(settings.keys() | kept.keys()):
-        if settings.get(name) != kept.get(name):
-            raise ConfigError(
-                f"{file.parent} was begun with {name} {kept.get(name)!r}, now it is {settings.get(name)!r}; choose "
-                "another name, or remove the folder"
-            )
+    for name, before, now in changed_settings(kept, config, **facts):
+        raise ConfigError(
+            f"{file.parent} was begun with {name} {before!r}, now it is {now!r}; choose another name, or remove the "
+            "folder"
+        )
 
 
 def _count(folder: Path, order: np.ndarray, config: MemtrainConfig) -> CommonEntities:

@@ -44,8 +44,9 @@ from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, rea
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run, trained_on
 from mempipe.evaluation.table import percent_text
 from mempipe.progress import Progress, say, waiting
-from mempipe.provenance import files_sha256, index_sha256, model_sha256
+from mempipe.provenance import files_sha256, model_sha256
 from mempipe.reports.evaluation import write_evaluation_report
+from mempipe.retrieval.manifest import index_sha256
 from mempipe.rollout import prompt_hash
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest

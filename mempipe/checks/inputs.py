@@ -16,8 +16,8 @@ from mempipe.data.config import Columns
 from mempipe.data.input_files import is_remote
 from mempipe.data.qa import iter_questions
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.provenance import files_sha256, index_sha256, model_sha256
-from mempipe.retrieval.manifest import MANIFEST
+from mempipe.provenance import files_sha256, model_sha256
+from mempipe.retrieval.manifest import MANIFEST, index_sha256
 from mempipe.rollout import make_renderer, prompt_hash
 from mempipe.settings import ConfigError
 

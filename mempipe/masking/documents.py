@@ -40,6 +40,8 @@ _SEPARATOR = "\n\n"
 class MemtrainConfig(Section):
     """Masked documents for self-supervised memory training: `mempipe data memtrain`."""
 
+    FREE = ("output", "name", "num_workers", "ray_address")
+
     index: str
     """Folder of an index (`mempipe index build`); its passages are the corpus, its search finds the related ones."""
     tokenizer: str

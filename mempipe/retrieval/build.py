@@ -36,6 +36,7 @@ from pydantic import ValidationError
 
 from mempipe.beacons import reached
 from mempipe.data.corpus import PASSAGE_COLUMNS, CorpusFile, CorpusPosition, SeenIds, read_segments
+from mempipe.provenance import changed_settings
 from mempipe.retrieval.bm25 import LexicalIndex
 from mempipe.retrieval.bm25_build import build_lexical
 from mempipe.retrieval.config import IndexConfig
@@ -75,7 +76,6 @@ PASSAGES, VECTORS, LEXICAL, UNFINISHED = "passages", "vectors", "lexical", "unfi
 NUM_RECALL_QUERIES = 256
 RECALL_AT = 10
 TRAINED = f"{UNFINISHED}/trained.faiss"
-NOT_OF_THE_OUTPUT = {"output", "num_encoders", "ray_address"}
 
 Segments = Iterator[tuple[pa.RecordBatch, CorpusPosition]]
 
@@ -251,23 +251,19 @@ class IndexBuild:
 
     def _check_settings(self) -> None:
         """Keeps the settings in the folder. Raises ConfigError when it was begun with others."""
-        file, settings = self._unfinished / "settings.json", self._config.model_dump(exclude=NOT_OF_THE_OUTPUT)
+        file = self._unfinished / "settings.json"
         if not file.exists():
             if any((self.folder / name).exists() for name in (MANIFEST, PASSAGES)):
                 raise ConfigError(
                     f"{self.folder} is an unfinished build that lacks {file}, so nobody can tell what it is of; "
                     f"{self._advice}"
                 )
-            write_object(file, settings)
-        found = read_object(file, advice=self._advice)
-        begun = {name: found.get(name, IndexConfig.model_fields[name].default) for name in settings} | found
-        for name in sorted(begun):  # an older version had fewer settings
-            if begun[name] != settings.get(name):
-                raise ConfigError(
-                    f"{self.folder} is an unfinished build with {name} {begun[name]!r}, now it is "
-                    f"{settings.get(name)!r}; "
-                    "remove that folder, or continue with its settings"
-                )
+            write_object(file, self._config.model_dump(mode="json", exclude={*IndexConfig.FREE}))
+        for name, before, now in changed_settings(read_object(file, advice=self._advice), self._config):
+            raise ConfigError(
+                f"{self.folder} is an unfinished build with {name} {before!r}, now it is {now!r}; remove that folder, "
+                "or continue with its settings"
+            )
 
     def _check_corpus(self, *, begins: bool = False) -> None:
         """Keeps the fingerprints of the corpus in the folder. Raises ConfigError when they were others before, unless

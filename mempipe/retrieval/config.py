@@ -111,6 +111,8 @@ class FaissConfig(Section):
 class IndexConfig(Section):
     """An index to be built: `mempipe index build`."""
 
+    FREE = ("output", "num_encoders", "ray_address")
+
     corpus: list[str]
     """Files or folders of passages (.jsonl, .jsonl.gz, .parquet), paths or fsspec URLs; or texts that passages are made
     of: .txt, .md, .html, .pdf, a folder of them, .csv, .json, wikipedia-leads, python-reference (docs/data.md).

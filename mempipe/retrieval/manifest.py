@@ -124,6 +124,12 @@ def read_manifest(folder: Path) -> tuple[Manifest, str]:
     return manifest, hashlib.sha256(text).hexdigest()[:16]
 
 
+def index_sha256(path: str) -> str:
+    """Returns the hash of an index's manifest, which holds that of every file; "" without an index. Raises ConfigError
+    as `read_manifest` does."""
+    return read_manifest(Path(path))[1] if path else ""
+
+
 def check_index(folder: str | Path, *, mode: str = "auto", shard_actors: int = 0, num_gpus: int = 0) -> None:
     """Raises ConfigError unless the files of an index match its manifest, and can be searched with these settings.
 

@@ -31,12 +31,13 @@ RUN = "{run}"
 SWEEP_FILE = "sweep.yaml"
 """The sweep's settings, in its folder."""
 _SUFFIX = "-evaluate.yaml"
-_FREE = ("tracking", "ray_address")
-"""Settings of a trial that may differ between a sweep and its continuation."""
 
 
 class SweepConfig(EvaluationSuite):
     """All of a sweep: an evaluation whose runs are repeated. The folder of the sweep is output/name."""
+
+    FREE = ("tracking", "ray_address")
+    """Settings of every trial."""
 
     output: str = "sweeps"
     """Parent of the sweeps' folders."""
@@ -170,7 +171,7 @@ def check_same(folder: Path, planned: Sequence[Trial]) -> None:
             if not file.exists():
                 continue
             kept, wanted = completed(_kept(file), type(config)), config.model_dump(mode="json")
-            differing = [name for name, *_ in differences(kept, wanted, free=_FREE)]
+            differing = [name for name, *_ in differences(kept, wanted, free=SweepConfig.FREE)]
             if differing:
                 raise ConfigError(
                     f"{trial.name} was started with other settings ({', '.join(differing)}); give the sweep another "

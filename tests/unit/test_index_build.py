@@ -27,6 +27,7 @@ from mempipe.retrieval.passages import line_offsets
 from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import STAMP
+from mempipe.storage.json_files import read_object, write_object
 from mempipe.types import Passage
 from pipelines.build_index import corpus_of, texts_of
 
@@ -81,6 +82,18 @@ def test_a_build_with_other_settings_or_another_corpus_does_not_go_on(tmp_path):
         build(config_of(corpus, tmp_path / "i"))
     write_corpus(corpus, 500)
     assert build(config_of(corpus, tmp_path / "i", num_encoders=3)).passages.count == 500
+
+
+def test_a_build_that_an_earlier_version_began_goes_on(tmp_path, monkeypatch):
+    config = begun(tmp_path, monkeypatch, until="write_manifest")
+    file = tmp_path / ".i.building/unfinished/settings.json"
+    settings = read_object(file, advice="")
+    del settings["max_line_bytes"], settings["faiss"]["graph_threads"]
+    write_object(file, settings)
+    other = config.model_copy(update={"faiss": config.faiss.model_copy(update={"factory": "SQ8"})})
+    with pytest.raises(ConfigError, match=r"unfinished build with faiss\.factory 'Flat', now it is 'SQ8'"):
+        build(other)
+    assert build(config).passages.count == 60
 
 
 SMALL: dict[str, Any] = {"lexical": True, "segment_passages": 20}

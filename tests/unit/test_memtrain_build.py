@@ -22,6 +22,7 @@ from mempipe.masking.entities import can_be_read
 from mempipe.retrieval.build import build_index
 from mempipe.rollout import make_renderer
 from mempipe.settings import ConfigError
+from mempipe.storage.json_files import read_object, write_object
 from mempipe.streams.documents import DocumentMaker
 from mempipe.types import Passage
 from pipelines import build_memtrain
@@ -77,6 +78,12 @@ def config(files: dict[str, str], output: Path, **changes: Any) -> MemtrainConfi
     return parse_section(files | values | changes, MemtrainConfig)
 
 
+def without(file: Path, setting: str) -> None:
+    settings = read_object(file, advice="")
+    del settings[setting]
+    write_object(file, settings)
+
+
 def documents(folder: Path) -> list[dict[str, Any]]:
     return pl.read_parquet(folder / "documents.parquet").to_dicts()
 
@@ -107,6 +114,7 @@ def test_a_build_that_was_killed_goes_on(files, made, tmp_path, monkeypatch):
     with pytest.raises(Killed):
         build_memtrain.main(config(files, tmp_path / "killed"))
     before = list(made)
+    without(tmp_path / "killed/memtrain/settings.json", "num_recall_targets")  # as of a version that did not know it
     monkeypatch.setattr(DocumentMaker, "write", write)
     folder = build_memtrain.main(config(files, tmp_path / "killed"))
     assert documents(folder) == whole

@@ -13,7 +13,7 @@ from mempipe.config import RunConfig
 from mempipe.data.trajectories import write_trajectories
 from mempipe.engines.checkpoint import latest
 from mempipe.loader import parse_config
-from mempipe.runs import FREE_SETTINGS, Run, saved_state
+from mempipe.runs import Run, saved_state
 from mempipe.settings import ConfigError
 
 
@@ -79,14 +79,6 @@ def test_a_run_of_a_version_with_another_name_of_a_setting_goes_on(begun):
     assert saved_state(config(begun, agent={"compat": {"num_passages": 2}}), resume="always") is not None
     with pytest.raises(ConfigError, match=r"agent\.compat\.num_passages None \(was 2\);"):
         saved_state(config(begun), resume="always")
-
-
-def test_every_free_setting_exists():
-    values = RunConfig().model_dump()
-    for name in FREE_SETTINGS:
-        found = values
-        for key in name.split("."):
-            found = found[key]
 
 
 def checkpoint(run: Run, step: int) -> Path:
