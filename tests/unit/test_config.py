@@ -1,5 +1,6 @@
 """Settings: what is refused, and with which sentence."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -329,3 +330,25 @@ def test_the_canary_is_as_strict_as_the_dtype_allows_unless_set():
     assert parse_config({"model": {"dtype": "float32"}}).canary_tolerance == 0.001
     assert parse_config({"model": {"dtype": "bfloat16"}}).canary_tolerance == 0.1
     assert parse_config({"generation": {"canary_tolerance": 0.2}}).canary_tolerance == 0.2
+
+
+def test_the_number_of_settings_does_not_grow_unnoticed():
+    """A new setting needs an explanation, a default, a check and a test: raise the number when it is worth them."""
+    classes = [
+        node
+        for path in sorted((Path(__file__).parents[2] / "mempipe").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef)
+    ]
+    sections, known = {"Section"}, 0
+    while known < len(sections):  # until no class is found whose base is a section
+        known = len(sections)
+        sections |= {each.name for each in classes if {ast.unparse(base) for base in each.bases} & sections}
+    settings = [
+        f"{each.name}.{ast.unparse(line.target)}"
+        for each in classes
+        if each.name in sections - {"Section"}
+        for line in each.body
+        if isinstance(line, ast.AnnAssign) and "ClassVar" not in ast.unparse(line.annotation)
+    ]
+    assert len(settings) <= 355
