@@ -15,8 +15,10 @@ from mempipe.checks.findings import refuse
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import checkpoints
 from mempipe.environment import prepare_process
+from mempipe.evaluation.causes import first_cause
 from mempipe.evaluation.held_out import read_held_out
 from mempipe.evaluation.suite import merged
+from mempipe.facts import FactState, fact_states, is_memory_turn
 from mempipe.loader import load_config, load_values, parse_section
 from mempipe.reports.traced import Traced, read_traced
 from mempipe.runs import Resume, read_state
@@ -79,14 +81,22 @@ class Run:
         step, the number of questions, and the means of exact match, F1, turns and sampled tokens."""
         return pl.DataFrame([asdict(each) for each in read_held_out(self.folder)], schema=_EVALUATION)
 
-    def trajectories(self) -> pl.DataFrame:
+    def trajectories(self, *, turns: bool = False) -> pl.DataFrame:
         """Returns a row for each recorded attempt at a held-out question: its phase ("before" or "after"), the
         question, the part of the corpus that it is about, the answer, scores, turns, tokens, and the memory that the
         attempt ended with.
 
+        With `turns` it returns a row for each turn of these attempts: the memory that the turn left and its tokens
+        (null where it wrote none), the sampled tokens of its messages, and how many needed facts its memory holds,
+        gained and lost. These counts and `first_cause`, why the attempt's answer is wrong, are null where the needed
+        facts are not known; the counts too where the agent carries its whole history. docs/memory.md defines them.
+
         `mempipe trace` shows them turn by turn. Raises ConfigError while the run has recorded none.
         """
-        return pl.DataFrame([_attempt(each) for each in read_traced(self.folder)], schema=_ATTEMPT)
+        traced = read_traced(self.folder)
+        if turns:
+            return pl.DataFrame([row for each in traced for row in _turns(each)], schema=_TURN)
+        return pl.DataFrame([_attempt(each) for each in traced], schema=_ATTEMPT)
 
     def _existing(self, name: str) -> Path | None:
         path = self.folder / name
@@ -183,4 +193,51 @@ _ATTEMPT: dict[str, Any] = {
     "turns": pl.Int64,
     "tokens": pl.Int64,
     "memory": pl.String,
+}
+
+
+def _turns(each: Traced) -> list[dict[str, Any]]:
+    question, attempt = each.question, each.trajectory
+    cause = first_cause(attempt, question, growing=each.full_history)
+    has_facts = bool(question.evidence) and not each.full_history
+    shared = {
+        "phase": each.phase,
+        "question_id": question.id,
+        "member": attempt.member,
+        "hops": question.num_hops or None,
+        "em": attempt.em,
+        "first_cause": None if cause is None else str(cause),
+    }
+    rows = []
+    for index, (context, states) in enumerate(zip(attempt.contexts, fact_states(attempt, question), strict=True)):
+        wrote = not each.full_history and is_memory_turn(attempt, index)
+        gained, known, lost = (states.count(state) for state in (FactState.GAINED, FactState.KNOWN, FactState.LOST))
+        facts = {"facts_held": known + gained, "facts_gained": gained, "facts_lost": lost}
+        rows.append(
+            shared
+            | {
+                "turn": index + 1,
+                "memory": context.memory_after if wrote else None,
+                "memory_tokens": context.num_new_memory_tokens if wrote else None,
+                "message_tokens": context.num_sampled_tokens,
+            }
+            | (facts if has_facts else dict.fromkeys(facts))
+        )
+    return rows
+
+
+_TURN: dict[str, Any] = {
+    "phase": pl.String,
+    "question_id": pl.String,
+    "member": pl.Int64,
+    "turn": pl.Int64,
+    "hops": pl.Int64,
+    "memory": pl.String,
+    "memory_tokens": pl.Int64,
+    "message_tokens": pl.Int64,
+    "facts_held": pl.Int64,
+    "facts_gained": pl.Int64,
+    "facts_lost": pl.Int64,
+    "em": pl.Float64,
+    "first_cause": pl.String,
 }

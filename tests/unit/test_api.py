@@ -16,12 +16,14 @@ import polars as pl
 import pytest
 import yaml
 from api_builders import STEPS, build_run, questions_in, scripted_engines
+from trace_builders import write_run
 
 import mempipe
 from mempipe import cli
 from mempipe.agents.prompt_set import BUILT_IN
 from mempipe.api.evaluation import questions_of
 from mempipe.engines.engine_faults import GenerationTimeout
+from mempipe.evaluation.causes import Cause
 from mempipe.faults import InfrastructureFault
 from mempipe.provenance import MADE_OF, write_record
 from mempipe.reports.agent_folder import agent_files
@@ -428,6 +430,30 @@ def test_a_run_is_read_as_frames(run):
     assert "3 of 3 steps, finished" in repr(opened)
     with pytest.raises(mempipe.ConfigError, match="holds no run"):
         mempipe.Run(run.parent)
+
+
+def test_the_turns_of_a_run_are_a_frame_with_their_facts(tmp_path):
+    """Question 2 loses its first fact in the second turn after the training; question 1 is right then."""
+    folder = write_run(tmp_path)
+    (folder / "state.json").write_text(json.dumps({"finished": True, "seconds": {}, "num_steps": 3}))
+    turns = mempipe.Run(folder).trajectories(turns=True)
+    assert turns.height == 2 * 3 * 3 and turns["message_tokens"].unique().to_list() == [4]
+    after = turns.filter(pl.col("phase") == "after")
+    lost = after.filter(pl.col("question_id") == "q2").sort("turn")
+    assert lost["memory"].to_list() == ["Oslo fjord", "Ann", None] and lost["memory_tokens"].to_list() == [2, 1, None]
+    facts = lost.select("facts_held", "facts_gained", "facts_lost").rows()
+    assert facts == [(1, 1, 0), (1, 1, 1), (1, 0, 0)]
+    assert lost["hops"].to_list() == [1] * 3 and set(lost["first_cause"]) == {"lost"}
+    right = after.filter(pl.col("question_id") == "q1").sort("turn")
+    assert right["first_cause"].to_list() == [None] * 3 and right["hops"].to_list() == [2] * 3
+    assert right["memory"].to_list() == ["Oslo fjord", "Oslo Ann", None], "the answering turn wrote none"
+
+
+def test_facts_are_null_where_they_are_not_known(run):
+    turns = mempipe.Run(run).trajectories(turns=True)
+    assert turns.height == mempipe.Run(run).trajectories()["turns"].sum()
+    assert set(turns["first_cause"].drop_nulls()) <= set(Cause)
+    assert turns["facts_held"].null_count() in (0, turns.height)
 
 
 def test_the_command_prints_the_answer_alone(run, engines, questions, capsys):
