@@ -7,25 +7,21 @@ protocol tags in them are broken, and its results are encoded as text, as passag
 from __future__ import annotations
 
 import functools
-import os
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import anyio
-from pydantic import Field, model_validator
 
+from mempipe.agents.mcp_client import McpServer, McpUnavailable, with_client
 from mempipe.agents.tools import InvalidCall
-from mempipe.faults import InfrastructureFault
-from mempipe.settings import ConfigError, Section, check_url
+from mempipe.settings import ConfigError
 
 if TYPE_CHECKING:
     from mcp import Client
 
-T = TypeVar("T")
 MAX_TOOLS = 64
 MAX_SCHEMA_CHARS = 8192
 MAX_RESULT_CHARS = 100_000
@@ -34,28 +30,6 @@ _TAG = re.compile(r"([<\[])(?=\S)")
 """Characters with which a special token or a tag of any template can begin."""
 _CALLERS_MISTAKES = (-32602, -32601)
 """JSON-RPC's codes for wrong arguments and an unknown method; the policy reads these errors as results."""
-
-
-class McpServer(Section):
-    """A server of tools, over streamable HTTP."""
-
-    url: str
-    """Its address, e.g. http://127.0.0.1:8000/mcp."""
-    tools: list[str] = []
-    """The tools that the policy may call; empty: all of them."""
-    timeout_s: float = Field(30.0, gt=0)
-    """Deadline of one call."""
-    api_key_env: str = ""
-    """The environment variable that holds the bearer token; empty: none is sent."""
-
-    @model_validator(mode="after")
-    def _is_address(self) -> McpServer:
-        check_url("agent.mcp_servers.url", self.url, example="http://host:8000/mcp")
-        return self
-
-
-class McpUnavailable(InfrastructureFault):
-    """A server of tools does not answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +67,7 @@ class McpTool:
                     return [f"error: {error.error.message}"[:MAX_RESULT_CHARS]]
                 raise
 
-        return await _with_client(self.server, make)
+        return await with_client(self.server, make)
 
 
 def load_mcp_tools(servers: Sequence[McpServer], *, taken: Sequence[str] = ()) -> dict[str, McpTool]:
@@ -104,14 +78,11 @@ def load_mcp_tools(servers: Sequence[McpServer], *, taken: Sequence[str] = ()) -
     """
     tools: dict[str, McpTool] = {}
     for server in servers:
-        offered = {tool.name: tool for tool in _offered(server, os.environ.get(server.api_key_env, ""))}
-        if missing := [name for name in server.tools if name not in offered]:
-            there = ", ".join(sorted(offered)) or "none"
-            raise ConfigError(f"agent.mcp_servers: {server.url} has no tool {missing[0]!r}; it has {there}")
-        for name in server.tools or offered:
-            if name in (*tools, *taken):
-                raise ConfigError(f"agent.mcp_servers: {server.url} has a tool {name!r}, which another tool is called")
-            tools[name] = offered[name]
+        for tool in _asked(server.model_dump_json(), server.key):
+            if tool.name in (*tools, *taken):
+                where = f"agent.mcp_servers: {server.place}"
+                raise ConfigError(f"{where} has a tool {tool.name!r}, which another tool is called")
+            tools[tool.name] = tool
     return tools
 
 
@@ -121,10 +92,10 @@ def _asked(setting: str, key: str) -> tuple[McpTool, ...]:
     server = McpServer.model_validate_json(setting)
 
     async def listed(client: Client) -> tuple[McpTool, ...]:
-        return tuple(_tool(each, server) for each in (await client.list_tools()).tools)
+        return tuple(_tool(each, server) for each in _chosen((await client.list_tools()).tools, server))
 
     def ask() -> tuple[McpTool, ...]:
-        return anyio.run(_with_client, server, listed)
+        return anyio.run(with_client, server, listed)
 
     with ThreadPoolExecutor(max_workers=1) as thread:  # the caller's own thread may run an event loop
         try:
@@ -133,18 +104,27 @@ def _asked(setting: str, key: str) -> tuple[McpTool, ...]:
             raise ConfigError(f"agent.mcp_servers: {error}") from error
 
 
-def _offered(server: McpServer, key: str) -> tuple[McpTool, ...]:
-    tools = _asked(server.model_dump_json(), key)
-    if len(tools) > MAX_TOOLS:
-        raise ConfigError(f"agent.mcp_servers: {server.url} has {len(tools)} tools; name up to {MAX_TOOLS} in `tools`")
-    return tools
+def _chosen(listed: Sequence[Any], server: McpServer) -> list[Any]:
+    """Returns those of the server's tools that the settings name. Raises ConfigError for one that it does not have, and
+    for too many."""
+    offered = {tool.name: tool for tool in listed}
+    if missing := [name for name in server.tools if name not in offered]:
+        there = ", ".join(filter(_NAME.fullmatch, sorted(offered)))[:1000] or "none"
+        raise ConfigError(f"agent.mcp_servers: {server.place} has no tool {missing[0]!r}; it has {there}")
+    names = list(server.tools or offered)
+    if len(names) > MAX_TOOLS:
+        place = f"agent.mcp_servers: {server.place}"
+        raise ConfigError(f"{place} has {len(names)} tools; name up to {MAX_TOOLS} in `tools`")
+    return [offered[name] for name in names]
 
 
 def _tool(listed: Any, server: McpServer) -> McpTool:
     """Returns a tool as its server describes it. Raises ConfigError for one that no prompt should hold, and for a
     schema with which calls cannot be checked."""
     if not _NAME.fullmatch(listed.name):
-        raise ConfigError(f"agent.mcp_servers: {server.url} has a tool {listed.name[:80]!r}, which is not a plain name")
+        raise ConfigError(
+            f"agent.mcp_servers: {server.place} has a tool {listed.name[:80]!r}, which is not a plain name"
+        )
     if len(str(listed.input_schema)) + len(listed.description or "") > MAX_SCHEMA_CHARS:
         raise ConfigError(
             f"agent.mcp_servers: the schema of {listed.name!r} has more than {MAX_SCHEMA_CHARS} characters"
@@ -218,59 +198,3 @@ def _texts(result: Any) -> list[str]:
     if result.is_error:
         parts = [f"error: {part}" for part in parts or ["the call failed"]]
     return [part[:MAX_RESULT_CHARS] for part in parts]
-
-
-async def _with_client(server: McpServer, work: Callable[[Client], Awaitable[T]]) -> T:
-    """Connects to the server and does the work. Raises McpUnavailable."""
-    key = os.environ.get(server.api_key_env, "") if server.api_key_env else ""
-    with unavailable(server.url, timeout_s=server.timeout_s):
-        with anyio.fail_after(server.timeout_s):
-            async with connected_client(server.url, key=key, timeout_s=server.timeout_s) as client:
-                return await work(client)
-
-
-@asynccontextmanager
-async def connected_client(url: str, *, key: str, timeout_s: float) -> AsyncIterator[Client]:
-    """Yields a client of the server at `url`; `key` is sent as bearer token, "" for none. `timeout_s` is the deadline
-    of one call in seconds."""
-    import httpx2
-    from mcp import Client
-    from mcp.client.streamable_http import streamable_http_client
-
-    headers = {"authorization": f"Bearer {key}"} if key else {}
-
-    async def check_key(response: httpx2.Response) -> None:
-        if response.status_code in (401, 403):  # the SDK does not say which status an answer had
-            raise httpx2.HTTPError(f"{response.status_code} {response.reason_phrase}")
-
-    async with (
-        httpx2.AsyncClient(headers=headers, timeout=timeout_s, event_hooks={"response": [check_key]}) as http,
-        Client(streamable_http_client(url, http_client=http), read_timeout_seconds=timeout_s) as client,
-    ):
-        yield client
-
-
-@contextmanager
-def unavailable(url: str, *, timeout_s: float) -> Iterator[None]:
-    """Turns the errors of a server that does not answer into McpUnavailable. ConfigError passes."""
-    import httpx2
-    from mcp import MCPError
-
-    try:
-        yield
-    except (OSError, MCPError, httpx2.HTTPError, httpx2.InvalidURL, ExceptionGroup) as error:
-        # The SDK's tasks put into a group what they raise, also for an answer that is not one of the protocol.
-        first = _first(error)
-        if isinstance(first, ConfigError):
-            raise first from error
-        if isinstance(first, TimeoutError):
-            raise McpUnavailable(f"{url} did not answer within {timeout_s:g} s") from error
-        reason = " ".join(f"{type(first).__name__}: {first}".split())[:300]
-        raise McpUnavailable(f"{url} does not answer: {reason}") from error
-
-
-def _first(error: BaseException) -> BaseException:
-    """Returns the first error of a group of them, or the error itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

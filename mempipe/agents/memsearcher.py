@@ -17,7 +17,8 @@ from typing import ClassVar, Literal
 
 from mempipe.agents.budget import MemoryBudget, SearchBudget
 from mempipe.agents.config import AgentConfig, SearchCompat
-from mempipe.agents.mcp_tools import McpServer, load_mcp_tools
+from mempipe.agents.mcp_client import McpServer
+from mempipe.agents.mcp_tools import load_mcp_tools
 from mempipe.agents.prompt_set import ANSWER_OPEN, PromptSet, load_prompts, split_slots
 from mempipe.agents.protocol import Action, Tokenizer, parse_action, parse_memory, thought_of
 from mempipe.agents.registry import AgentSpec
@@ -64,7 +65,7 @@ class MemSearcherConfig(AgentConfig):
     tools: list[str] = []
     """Your own tools in addition to search, MODULE:NAME each; see docs/extending.md."""
     mcp_servers: list[McpServer] = []
-    """MCP servers (Model Context Protocol) whose tools the policy may call too; see docs/extending.md."""
+    """MCP servers (Model Context Protocol) whose tools the policy may call too; see docs/mcp.md."""
     compat: MemSearcherCompat = MemSearcherCompat()
 
 

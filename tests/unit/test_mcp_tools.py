@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import anyio
 import mcp_types as types
+import psutil
 import pytest
 import uvicorn
 from mcp.server import MCPServer
@@ -20,7 +26,8 @@ from mcp.server.mcpserver.exceptions import ToolError
 from service_builders import CONFIGS
 
 from mempipe.agents import mcp_tools
-from mempipe.agents.mcp_tools import McpServer, McpUnavailable, load_mcp_tools
+from mempipe.agents.mcp_client import McpServer, McpUnavailable
+from mempipe.agents.mcp_tools import load_mcp_tools
 from mempipe.agents.tools import InvalidCall, Toolbox
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
@@ -29,6 +36,8 @@ from mempipe.rollout import make_renderer
 from mempipe.settings import ConfigError
 
 ASKED: list[str] = []
+ROOT = Path(__file__).parents[2]
+STDIO_TOOLS = str(Path(__file__).with_name("stdio_tools.py"))
 
 
 def tools_server() -> MCPServer:
@@ -209,3 +218,115 @@ def test_a_schema_that_no_prompt_should_hold_is_refused_at_the_start(schema, mes
     with served(app) as address, pytest.raises(ConfigError) as refused:
         toolbox(address)
     assert str(refused.value).startswith(f"agent.mcp_servers: {message}")
+
+
+def started(**settings) -> Toolbox:
+    """The tools of a server that is started by a command."""
+    return Toolbox(own=load_mcp_tools([McpServer(command=sys.executable, args=[STDIO_TOOLS], **settings)]))
+
+
+async def process_of(tools: Toolbox) -> int:
+    (text,) = await use(tools, "process")
+    return int(text)
+
+
+def has_ended(process: int) -> bool:
+    """Whether the process ends within seconds."""
+    try:
+        psutil.Process(process).wait(timeout=10)
+    except psutil.NoSuchProcess:
+        return True
+    except psutil.TimeoutExpired:
+        return False
+    return True
+
+
+def test_a_started_server_answers_all_calls_of_a_loop_and_ends_with_it(monkeypatch):
+    monkeypatch.setenv("SOME_KEY", "abc")
+    monkeypatch.setenv("SOME_SECRET", "def")
+    tools = started(api_key_env="SOME_KEY")
+
+    async def calls() -> tuple[set[int], list[str]]:
+        assert await use(tools, "double", number=21) == ["42"]
+        processes = await asyncio.gather(*(process_of(tools) for _ in range(3)))
+        return set(processes), await use(tools, "environment")
+
+    processes, (environment,) = asyncio.run(calls())
+    assert len(processes) == 1 and has_ended(*processes)
+    assert "SOME_KEY" in environment and "SOME_SECRET" not in environment
+    with pytest.raises(InvalidCall):
+        tools.parse(json.dumps({"name": "double", "arguments": {"number": "two"}}))
+
+
+async def test_a_started_server_that_dies_is_a_fault_and_the_next_call_has_another():
+    tools = started()
+    before = await process_of(tools)
+    with pytest.raises(McpUnavailable, match=r"stdio_tools\.py does not answer: MCPError: Connection closed"):
+        await use(tools, "dies")
+    assert await process_of(tools) != before
+
+
+@pytest.mark.slow
+async def test_a_started_server_that_hangs_is_a_fault_in_time_and_is_replaced():
+    tools = started(timeout_s=2.0)
+    before, begin = await process_of(tools), time.monotonic()
+    with pytest.raises(McpUnavailable, match=r"did not answer within 2 s"):
+        await use(tools, "hangs")
+    assert time.monotonic() - begin < 3.5
+    assert await process_of(tools) != before
+    assert await asyncio.to_thread(has_ended, before)
+
+
+@pytest.mark.slow
+def test_a_started_server_ends_when_its_process_is_killed():
+    code = (
+        "import asyncio, sys\n"
+        "from mempipe.agents.mcp_client import McpServer, with_client\n"
+        "async def main():\n"
+        "    server = McpServer(command=sys.executable, args=sys.argv[1:])\n"
+        "    result = await with_client(server, lambda client: client.call_tool('process', {}))\n"
+        "    print(result.content[0].text, flush=True)\n"
+        "    await asyncio.sleep(60)\n"
+        "asyncio.run(main())"
+    )
+    command = [sys.executable, "-c", code, STDIO_TOOLS]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as owner:
+        assert owner.stdout is not None
+        server = int(owner.stdout.readline())
+        owner.send_signal(signal.SIGKILL)
+    assert has_ended(server)
+
+
+def test_a_command_that_cannot_be_started_and_half_a_server_are_sentences():
+    with pytest.raises(ConfigError, match=r"agent\.mcp_servers: no-such-program --x does not answer: .*No such file"):
+        load_mcp_tools([McpServer(command="no-such-program", args=["--x"])])
+    with pytest.raises(ConfigError, match=r"agent\.mcp_servers: .* does not answer: MCPError: Connection closed"):
+        load_mcp_tools([McpServer(command="true")])
+    for settings, message in (
+        ({}, "neither url nor command"),
+        ({"url": "http://host/mcp", "command": "true"}, "url 'http://host/mcp' and command 'true'"),
+        ({"url": "http://host/mcp", "args": ["x"]}, r"args is \['x'\] for the url"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            McpServer(**settings)
+
+
+@pytest.mark.parametrize("agent", ["react", "mem1"])
+def test_an_agent_without_named_calls_takes_no_server(agent):
+    with pytest.raises(ConfigError, match=f"agent.mcp_servers means nothing to agent.name '{agent}'"):
+        load_config(CONFIGS / f"quickstart_{agent}.yaml", ['agent.mcp_servers=[{"command": "true"}]'])
+
+
+def test_tools_that_the_settings_do_not_name_are_not_looked_at():
+    odd = [types.Tool(name=f"odd {number}", input_schema={"type": "object"}) for number in range(65)]
+    tools = [*odd, types.Tool(name="add", input_schema={"type": "object"})]
+
+    async def listed(ctx: Any, params: Any) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=tools)
+
+    with served(Server("many", on_list_tools=listed).streamable_http_app(stateless_http=True)) as address:
+        assert list(toolbox(address, tools=["add"]).own) == ["add"]
+        with pytest.raises(ConfigError, match=r"has 66 tools; name up to 64 in `tools`"):
+            toolbox(address)
+        with pytest.raises(ConfigError, match=r"has no tool 'subtract'; it has add"):
+            toolbox(address, tools=["subtract"])

@@ -15,12 +15,12 @@ from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from service_builders import QUESTIONS, WORLD, Service, build_service, running
 
-from mempipe.agents.mcp_tools import McpUnavailable
+from mempipe.agents.mcp_client import McpServer, McpUnavailable
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.serve.http.keys import new_key
-from mempipe.serve.mcp.stdio import _bridge, pass_on
+from mempipe.serve.mcp.stdio import bridge, pass_on
 
 ROOT = Path(__file__).parents[2]
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
@@ -153,11 +153,25 @@ async def test_what_passes_calls_on_tells_the_turns_too(service):
     async def progress(done: float, total: float | None, message: str | None) -> None:
         told.append(done)
 
-    async with Client(f"{service.url}/mcp") as there, Client(_bridge(there)) as client:
+    async with Client(await bridge(McpServer(url=f"{service.url}/mcp"))) as client:
         result = await client.call_tool("ask", {"question": TWO_HOPS.text}, progress_callback=progress)
         unknown = await client.call_tool("none", {})
     assert result.structured_content["answer"] == GOLD and told == [1, 2, 3]
     assert unknown.is_error and "none" in text_of(unknown)
+
+
+async def test_what_passes_calls_on_outlives_refusals_and_the_service(tokenizer, tmp_path):
+    service = build_service(tokenizer, tmp_path)
+    with running(service):
+        client = Client(await bridge(McpServer(url=f"{service.url}/mcp")))
+        await client.__aenter__()
+        large = await client.call_tool("ask", {"question": "x" * 2**20})
+        small = await client.call_tool("search", {"query": "x"})
+    gone = await client.call_tool("search", {"query": "x"})
+    await client.__aexit__(None, None, None)
+    assert large.is_error and "/mcp refuses the call: 413" in text_of(large) and "the body has more" in text_of(large)
+    assert not small.is_error
+    assert gone.is_error and f"{service.url}/mcp does not answer: ConnectError" in text_of(gone)
 
 
 def test_an_address_without_a_service_or_without_the_key_is_a_sentence(tokenizer, tmp_path):

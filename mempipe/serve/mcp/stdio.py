@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 import anyio
@@ -14,7 +14,7 @@ from mcp.server.context import ServerRequestContext
 from mcp.server.lowlevel import Server
 from mcp.server.stdio import stdio_server
 
-from mempipe.agents.mcp_tools import connected_client, unavailable
+from mempipe.agents.mcp_client import McpServer, McpUnavailable, with_client
 
 KEY_VARIABLE = "MEMPIPE_API_KEY"
 """Holds the key for a service that wants one."""
@@ -34,28 +34,38 @@ def own_stdout() -> Iterator[TextIO]:
 
 def pass_on(url: str, stdout: TextIO) -> None:
     """Serves the tools of the service at `url` until standard input ends. Raises McpUnavailable when it does not answer
-    at the start."""
-    anyio.run(_pass_on, url, stdout)
+    at the start; later that is the error of a call."""
+    service = McpServer(url=f"{url.rstrip('/')}/mcp", api_key_env=KEY_VARIABLE, timeout_s=TIMEOUT_S)
+    anyio.run(_pass_on, service, stdout)
 
 
-async def _pass_on(url: str, stdout: TextIO) -> None:
-    address = f"{url.rstrip('/')}/mcp"
-    async with AsyncExitStack() as stack:
-        with unavailable(address, timeout_s=TIMEOUT_S):
-            client = connected_client(address, key=os.environ.get(KEY_VARIABLE, ""), timeout_s=TIMEOUT_S)
-            service = await stack.enter_async_context(client)
-        server = _bridge(service)
-        read, write = await stack.enter_async_context(stdio_server(stdout=anyio.wrap_file(stdout)))
+async def _pass_on(service: McpServer, stdout: TextIO) -> None:
+    server = await bridge(service)
+    async with stdio_server(stdout=anyio.wrap_file(stdout)) as (read, write):
         await server.run(read, write, server.create_initialization_options())
 
 
-def _bridge(service: Client) -> Server[Any]:
+async def bridge(service: McpServer) -> Server[Any]:
+    """Returns a server that passes calls on to the service. Raises McpUnavailable."""
+
+    async def instructions(client: Client) -> str | None:
+        return client.instructions
+
     async def list_tools(ctx: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
-        return await service.list_tools()
+        return await with_client(service, lambda client: client.list_tools())
 
     async def call_tool(ctx: ServerRequestContext[Any], params: types.CallToolRequestParams) -> types.CallToolResult:
-        arguments = dict(params.arguments or {})
-        return await service.call_tool(params.name, arguments, progress_callback=ctx.session.report_progress)
+        arguments, report = dict(params.arguments or {}), ctx.session.report_progress
+        try:
+            return await with_client(
+                service, lambda client: client.call_tool(params.name, arguments, progress_callback=report)
+            )
+        except McpUnavailable as error:
+            return types.CallToolResult(content=[types.TextContent(type="text", text=str(error))], is_error=True)
 
-    instructions = service.instructions
-    return Server("mempipe", instructions=instructions, on_list_tools=list_tools, on_call_tool=call_tool)
+    return Server(
+        "mempipe",
+        instructions=await with_client(service, instructions),
+        on_list_tools=list_tools,
+        on_call_tool=call_tool,
+    )
