@@ -161,10 +161,12 @@ class Answering:
         limits = {agent: config.budget.model_dump(include=set(names)) for agent, config in self.agents.items()}
         return {agent: {name: of[name] for name in names if name in of} for agent, of in limits.items()}
 
-    async def search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
-        """Returns passages of the corpus, best first. Raises ApiError: 503 for a fault, 400 for a refused request."""
+    async def search(self, query: str, *, num_passages: int, partition: str | None = None) -> SearchResult:
+        """Returns passages of a part of the corpus, None for the service's own, best first. Raises ApiError: 503 for a
+        fault, 400 for a refused request."""
+        searched = self._partition_of(partition)
         try:
-            return await self._search(query, num_passages=num_passages, partition=partition)
+            return await self._search(query, num_passages=num_passages, partition=searched)
         except ValueError as error:
             raise ApiError(400, str(error), param="partition") from error
         except InfrastructureFault as fault:
@@ -265,7 +267,7 @@ class Answering:
             renderer = renderer.instructed(request.instructions)
         objectives = request.objectives or []
         asked = request.question or (objectives[0] if len(objectives) == 1 else joined_texts(objectives))
-        partition = self._partition if request.partition is None else request.partition
+        partition = self._partition_of(request.partition)
         question = Question(id="of the request", text=asked, golden_answers=[], partition=partition, context=text)
         try:
             renderer.check(question)
@@ -287,6 +289,9 @@ class Answering:
             logprobs=request.logprobs,
             metadata=request.metadata,
         )
+
+    def _partition_of(self, asked: str | None) -> str:
+        return self._partition if asked is None else asked
 
     def _changed_sampling(self, changes: Sampling) -> SamplingConfig:
         changed = changes.model_dump(exclude_none=True, include=set(SamplingConfig.model_fields))

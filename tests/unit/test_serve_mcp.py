@@ -13,18 +13,21 @@ import httpx2
 import pytest
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
-from service_builders import QUESTIONS, WORLD, Service, build_service, running
+from service_builders import QUESTIONS, WORLD, Service, build_service, running, search
 
 from mempipe.agents.mcp_client import McpServer, McpUnavailable
+from mempipe.answers.api import CorpusReply
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.serve.http.keys import new_key
 from mempipe.serve.mcp.stdio import bridge, pass_on
+from mempipe.types import SearchResult
 
 ROOT = Path(__file__).parents[2]
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]
+TOOLS = {"ask", "search", "upload_document", "read_document"}
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +59,12 @@ def text_of(result: Any) -> str:
 async def test_the_tools_are_those_that_the_service_has(service, tokenizer, tmp_path):
     async with Client(f"{service.url}/mcp") as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
-    assert set(tools) == {"ask", "search", "read_document"}
+    assert set(tools) == TOOLS
     assert tools["ask"].input_schema["required"] == ["question"]
     reader = build_service(tokenizer, tmp_path, agent="memagent")  # which has no corpus
     with running(reader):
         async with Client(f"{reader.url}/mcp") as client:
-            assert {tool.name for tool in (await client.list_tools()).tools} == {"ask", "read_document"}
+            assert {tool.name for tool in (await client.list_tools()).tools} == TOOLS - {"search"}
 
 
 async def test_a_question_is_answered_and_its_turns_are_told(service):
@@ -79,13 +82,48 @@ async def test_a_question_is_answered_and_its_turns_are_told(service):
     assert [done for done, _ in told] == [1, 2, 3] and "need" in told[0][1]
 
 
-async def test_a_session_goes_on(service):
-    session = httpx.post(f"{service.url}/v1/sessions").json()["id"]
+async def test_a_session_begins_with_its_first_question_and_goes_on(service):
     async with Client(f"{service.url}/mcp") as client:
-        await client.call_tool("ask", {"question": TWO_HOPS.text, "session": session})
+        first = (await client.call_tool("ask", {"question": TWO_HOPS.text, "session": "new"})).structured_content
+        again = {"question": TWO_HOPS.text, "session": first["session"]}
+        second = (await client.call_tool("ask", again)).structured_content
         missing = await client.call_tool("ask", {"question": TWO_HOPS.text, "session": "none"})
-    assert httpx.get(f"{service.url}/v1/sessions/{session}").json()["num_questions"] == 1
-    assert missing.is_error and "no session 'none'" in text_of(missing)
+    kept = httpx.get(f"{service.url}/v1/sessions/{first['session']}").json()
+    assert (kept["num_questions"], kept["memory"]) == (2, second["memory"])
+    assert second["memory"].count(f"{TWO_HOPS.text} {GOLD}") == 2 and second["session"] == first["session"]
+    assert missing.is_error and text_of(missing) == "there is no session 'none', or it has expired"
+
+
+async def test_a_session_that_nobody_learns_of_is_not_kept(service):
+    before = httpx.get(f"{service.url}/v1/sessions").json()
+    asked = {"question": TWO_HOPS.text, "session": "new"}
+    async with Client(f"{service.url}/mcp") as client:
+        assert (await client.call_tool("ask", {**asked, "document": "none"})).is_error
+        service.engine.fault = InfrastructureFault("no generator answered")
+        assert (await client.call_tool("ask", asked)).is_error
+    assert httpx.get(f"{service.url}/v1/sessions").json() == before
+
+
+async def test_search_and_ask_search_the_part_of_the_service_unless_told_otherwise(tokenizer, tmp_path):
+    searched: list[str] = []
+    own = QUESTIONS[0].partition
+
+    async def index(query: str, *, num_passages: int, partition: str) -> SearchResult:
+        searched.append(partition)
+        return await search(query, num_passages=num_passages, partition=partition)
+
+    service = build_service(tokenizer, tmp_path, searched=CorpusReply(partition=own), index=index)
+    with running(service):
+        async with Client(f"{service.url}/mcp") as client:
+            for name, asked in (("search", {"query": "x"}), ("ask", {"question": TWO_HOPS.text})):
+                searched.clear()
+                assert not (await client.call_tool(name, asked)).is_error
+                assert set(searched) == {own}
+                searched.clear()
+                assert not (await client.call_tool(name, {**asked, "partition": ""})).is_error
+                assert set(searched) == {""}
+                wrong = await client.call_tool(name, {**asked, "partition": "none"})
+                assert wrong.is_error and text_of(wrong) == "partition 'none' is none of the index's 1"
 
 
 async def test_the_corpus_is_searched(service):
@@ -102,10 +140,11 @@ async def test_the_corpus_is_searched(service):
     assert all(refused.is_error for refused in refusals) and "partition 'none'" in text_of(refusals[0])
 
 
-async def test_a_document_is_read_in_pieces(service):
-    document = httpx.post(f"{service.url}/v1/documents").json()["id"]
-    httpx.post(f"{service.url}/v1/documents/{document}/pieces", content="Märchen".encode())
+async def test_a_document_is_uploaded_and_read_in_pieces(service):
     async with Client(f"{service.url}/mcp") as client:
+        begun = (await client.call_tool("upload_document", {"text": "Mär"})).structured_content
+        document = begun["document"]
+        more = await client.call_tool("upload_document", {"text": "chen", "document": document})
         pieces, start = [], 0
         while start is not None:
             asked = {"document": document, "start": start, "num_chars": 3}
@@ -113,8 +152,37 @@ async def test_a_document_is_read_in_pieces(service):
             pieces.append(piece["text"])
             start = piece["next_start"]
         missing = await client.call_tool("read_document", {"document": "none"})
+        nowhere = await client.call_tool("upload_document", {"text": "x", "document": "none"})
+    assert (begun["num_bytes"], more.structured_content) == (4, {"document": document, "num_bytes": 8})
     assert pieces == ["Mär", "che", "n"] and piece["num_chars"] == 7
-    assert missing.is_error and "no document 'none'" in text_of(missing)
+    for refused in (missing, nowhere):
+        assert refused.is_error and text_of(refused) == "there is no document 'none', or it has expired"
+
+
+async def test_an_agent_that_reads_is_given_an_uploaded_document(tokenizer, tmp_path):
+    reader = build_service(tokenizer, tmp_path, agent="memagent")
+    text = "\n".join(passage.text for passage in WORLD.passages)
+    with running(reader):
+        async with Client(f"{reader.url}/mcp") as client:
+            document = (await client.call_tool("upload_document", {"text": text})).structured_content["document"]
+            result = await client.call_tool("ask", {"question": TWO_HOPS.text, "document": document})
+            without = await client.call_tool("ask", {"question": TWO_HOPS.text})
+    assert not result.is_error and result.structured_content["num_turns"] > 1
+    assert without.is_error
+
+
+async def test_wrong_arguments_are_sentences_of_ours(service):
+    async with Client(f"{service.url}/mcp") as client:
+        for name, arguments, message in (
+            ("search", {"query": "x", "num_passages": 51}, "num_passages is 51: Input should be less than or equal"),
+            ("ask", {}, "question is missing"),
+            ("ask", {"question": "x", "sesion": "new"}, "sesion is not an argument of ask, which takes question, s"),
+            ("ask", {"question": TWO_HOPS.text, "document": "x"}, "there is no document 'x', or it has expired"),
+            ("upload_document", {"text": ""}, "text is '': String should have at least 1 character"),
+        ):
+            result = await client.call_tool(name, arguments)
+            assert result.is_error and text_of(result).startswith(message)
+            assert "Error executing" not in text_of(result) and "\n" not in text_of(result)
 
 
 async def test_a_fault_is_a_sentence(service):
@@ -123,7 +191,7 @@ async def test_a_fault_is_a_sentence(service):
         result = await client.call_tool("ask", {"question": TWO_HOPS.text})
         empty = await client.call_tool("ask", {"question": " "})
     assert result.is_error and "no generator answered" in text_of(result) and "Traceback" not in text_of(result)
-    assert empty.is_error and text_of(empty).endswith("question is blank")
+    assert empty.is_error and text_of(empty) == "question is blank"
 
 
 async def test_a_key_is_wanted_and_its_documents_are_its_own(tokenizer, tmp_path):
@@ -190,7 +258,7 @@ async def test_the_same_tools_over_standard_input_and_output(service):
     command = ["-m", "mempipe.cli", "mcp", service.url]
     parameters = StdioServerParameters(command=sys.executable, args=command, env={"PYTHONPATH": str(ROOT)})
     async with Client(parameters) as client:
-        assert {tool.name for tool in (await client.list_tools()).tools} == {"ask", "search", "read_document"}
+        assert {tool.name for tool in (await client.list_tools()).tools} == TOOLS
         result = await client.call_tool("ask", {"question": TWO_HOPS.text})
         assert result.structured_content["answer"] == GOLD
         assert (await client.call_tool("search", {"query": " "})).is_error
