@@ -37,7 +37,7 @@ test: setup lint  ## test every promise and every real part on the devices of th
 test-fast: setup  ## run the tests without cluster, engine and training, seconds each
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/conformance
 
-test-jobs: setup  ## run the long tests: real text, sweeps, kills under load, every agent, new examples; then `make chaos`
+test-jobs: setup  ## run the long tests: real text, sweeps, a service under load, every agent, new examples; then `make chaos`
 	$(BIN)/python -m pytest -m jobs
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --hypothesis-profile=anew tests/unit tests/conformance
 	$(MAKE) chaos

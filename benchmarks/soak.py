@@ -9,7 +9,8 @@ memory.
 
 The first table counts what the clients got. The second compares the last quarter of the time with the second one (the
 first warms up): memory, descriptors, threads, shared memory, log files and latency. The exit code is 1 if an answer was
-wrong, if a request hung, or if something grew by more than GROWTH.
+wrong, if a request hung, if something grew by more than GROWTH, or if a log became longer than its rotation allows. The
+service rotates its logs at LOG_FILE_MIB here, so that minutes suffice to reach it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,8 +44,13 @@ GROWTH = 1.1
 """How much of a measure the last quarter may hold for each unit of the second one."""
 NOISE = 10.0
 """A growth of fewer MiB, descriptors or threads is none."""
-MAY_GROW = {"log files, MiB"}
-"""Every request has a line in a log, so these are reported and not judged."""
+LOG_FILE_MIB = 0.25
+ROTATED = {"RAY_ROTATION_MAX_BYTES": str(int(LOG_FILE_MIB * 2**20)), "RAY_ROTATION_BACKUP_COUNT": "1"}
+LONGEST_LOG = "longest log with its renamed part, MiB"
+LOG_LIMIT_MIB = 2.2 * LOG_FILE_MIB
+"""A file and the renamed one before it; the last record may exceed the file's size."""
+MAY_GROW = {"log files, MiB", LONGEST_LOG}
+"""Each killed replica leaves its logs, so all of them together are reported and not judged; each has its limit."""
 REPLICAS = ("agent", "generator", "retriever")
 SAMPLE_EVERY_S = 5.0
 HUNG_AFTER_S = 120.0
@@ -182,9 +188,23 @@ def measure(marked: Marked) -> dict[str, float]:
             total["threads"] += process.num_threads()
             if found := re.search(r"--log_dir=(\S+)", command_line(process)):
                 folders.add(Path(found[1]))
-    logs = sum(file.stat().st_size for folder in folders for file in folder.rglob("*") if file.is_file())
-    shared = psutil.disk_usage("/dev/shm").used
-    return {**total, "shared memory, MiB": shared / 2**20, "log files, MiB": logs / 2**20}
+    logs = log_sizes(file for folder in folders for file in folder.rglob("*"))
+    return {
+        **total,
+        "shared memory, MiB": psutil.disk_usage("/dev/shm").used / 2**20,
+        "log files, MiB": logs.total() / 2**20,
+        LONGEST_LOG: max(logs.values(), default=0) / 2**20,
+    }
+
+
+def log_sizes(files: Iterable[Path]) -> Counter[str]:
+    """Returns the bytes of each log, with those of its renamed part (`NAME.1`)."""
+    sizes = Counter[str]()
+    for file in files:
+        with suppress(FileNotFoundError):  # renamed meanwhile
+            if file.is_file():
+                sizes[file.name.removesuffix(".1")] += file.stat().st_size
+    return sizes
 
 
 def held_out(run: Path) -> list[Asked]:
@@ -230,6 +250,8 @@ def report(soak: Soak, *, began: float) -> Iterator[str]:
         if outcome in ("wrong", "hung"):
             yield f"fault: {what}: {number:,} {outcome}"
     yield from (f"fault: {name} grew by more than {GROWTH - 1:.0%}" for name in grown)
+    if (longest := max(values[LONGEST_LOG] for _, values in soak.samples)) > LOG_LIMIT_MIB:
+        yield f"fault: a log held {longest:.2f} MiB; rotation at {LOG_FILE_MIB} MiB allows {LOG_LIMIT_MIB:.2f} MiB"
 
 
 async def soaked(url: str, questions: Sequence[Asked], marked: Marked, asked: argparse.Namespace) -> Soak:
@@ -254,7 +276,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument("--kill-every", type=float, default=60.0, metavar="SECONDS", help="0: nothing is killed")
     asked = parser.parse_args(argv)
-    questions, marked = held_out(asked.run), Marked()
+    questions, marked = held_out(asked.run), Marked(ROTATED)
     (port,) = free_ports(1)
     with tempfile.TemporaryDirectory() as state:
         command = [sys.executable, "-m", "mempipe.cli", "serve", str(asked.run.absolute()), "--port", str(port)]

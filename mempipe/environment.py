@@ -30,6 +30,11 @@ LOCAL_CLUSTER = {
 }
 """Variables of the Ray node that a run starts for itself."""
 
+SERVICE_LOGS = {"RAY_ROTATION_MAX_BYTES": str(16 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "1"}
+"""Variables of the Ray of a service, which runs for months: a log file of 16 MiB is renamed, and the one that was
+renamed before it is removed. Ray alone keeps six files of 512 MiB of every log, and all that a worker writes to its
+stderr."""
+
 SMALL_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """On CPUs torch keeps what it made for a matrix product in bfloat16, 1,024 of them: a megabyte or more for every length
 that a packed row has had, so that a learner grew with every step. One pass over a row needs about thirty."""

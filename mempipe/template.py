@@ -164,6 +164,8 @@ def _http(others: str) -> list[str]:
         "  host: 127.0.0.1",
         "  port: 8000",
         "proxy_location: EveryNode",
+        "# Metrics count the requests.",
+        "logging_config: {enable_access_log: false}",
         "applications:",
     ]
 

@@ -31,7 +31,7 @@ from mempipe.retrieval.manifest import read_manifest
 from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
 from mempipe.serve.http import bodies, front, strangers
 from mempipe.serve.http.keys import load_keys
-from mempipe.serve.local import local_serve
+from mempipe.serve.local import NO_ACCESS_LOG, local_serve
 from mempipe.serve.mcp.stdio import KEY_VARIABLE
 from mempipe.serve.replicas.agent_replica import AgentReplica
 from mempipe.serve.replicas.generator_replica import GeneratorReplica
@@ -111,7 +111,11 @@ def _engines(served: ServedRun) -> Application:
 def _deployment(replica: Any, name: str, replicas: Replicas) -> Any:
     """Returns a deployment with as many replicas as the settings say."""
     deployment: Any = serve.deployment(replica)
-    options: dict[str, Any] = {"name": name, "health_check_period_s": HEALTH_CHECK_PERIOD_S}
+    options: dict[str, Any] = {
+        "name": name,
+        "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+        "logging_config": NO_ACCESS_LOG,
+    }
     if replicas.min == replicas.max:
         return deployment.options(**options, num_replicas=replicas.min)
     limits = {"min_replicas": replicas.min, "max_replicas": replicas.max}

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 from ray import serve
+from ray.serve.schema import LoggingConfig
 
 from mempipe.actors.cluster import connected
+from mempipe.environment import SERVICE_LOGS
 
+NO_ACCESS_LOG = LoggingConfig(enable_access_log=False)
+"""Metrics count the requests; the agent service has one record of each in its journal."""
 START_AGAIN = "The service has ended; run the same command to start it again"
 
 
 @contextmanager
 def local_serve(name: str, *, host: str, port: int) -> Iterator[str]:
-    """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address."""
+    """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address. Its log files
+    are bounded by SERVICE_LOGS, unless the user has set these variables."""
+    for variable, value in SERVICE_LOGS.items():
+        os.environ.setdefault(variable, value)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with connected("", name=name, if_lost=START_AGAIN):
-        serve.start(http_options={"host": host, "port": port})
+        serve.start(http_options={"host": host, "port": port}, logging_config=NO_ACCESS_LOG)
         yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         _end_applications()
 

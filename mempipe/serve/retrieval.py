@@ -23,7 +23,7 @@ from mempipe.loader import parse_section
 from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.manifest import check_index
 from mempipe.retrieval.retriever import Retriever
-from mempipe.serve.local import local_serve
+from mempipe.serve.local import NO_ACCESS_LOG, local_serve
 from mempipe.serve.retrieval_app import RetrievalService, make_app
 
 NAME = "retrieval"
@@ -60,6 +60,7 @@ def app(args: dict[str, Any]) -> Application:
         # requests away before.
         max_ongoing_requests=4 * config.max_in_flight,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
+        logging_config=NO_ACCESS_LOG,
         ray_actor_options={"num_cpus": 0, "num_gpus": config.num_gpus, "runtime_env": {"env_vars": EVERY_PROCESS}},
     ).bind(config)
 

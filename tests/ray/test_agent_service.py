@@ -211,6 +211,18 @@ def test_one_request_id_comes_back(running):
     assert len(answer.headers.get_list("x-request-id")) == 1
 
 
+def test_a_request_has_one_record_in_all_logs_and_each_log_is_bounded(running):
+    named = {"x-request-id": "one-record"}
+    httpx.post(
+        f"{running.url}/v1/answer", json={"question": running.questions[0].text}, headers=named, timeout=TIMEOUT_S
+    )
+    node = ray._private.worker._global_node
+    logs = [file for file in Path(node.get_logs_dir_path()).rglob("*") if file.is_file()]
+    lines = [line for file in logs for line in file.read_text(errors="replace").splitlines() if "one-record" in line]
+    assert [(json.loads(line)["path"], json.loads(line)["status"]) for line in lines] == [("/v1/answer", 200)]
+    assert (node.max_bytes, node.backup_count) == (16 * 2**20, 1)
+
+
 @pytest.fixture
 def chat(running) -> Iterator[Callable[..., Any]]:
     """Asks the first question with the official client."""

@@ -10,6 +10,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
+from mempipe.environment import SERVICE_LOGS
 from mempipe.loader import parse_section
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http import front, strangers
@@ -43,6 +44,7 @@ def test_nobody_else_is_served_unless_keys_are_asked_for():
         environment = {variable["name"]: variable for variable in container["env"]}
         assert environment[front.VARIABLE]["value"] == front.PATH
         assert float(environment[front.CHECK_VARIABLE]["value"]) == front.CHECK_EVERY_S
+        assert {name: environment[name]["value"] for name in SERVICE_LOGS} == SERVICE_LOGS
         assert environment[strangers.VARIABLE]["value"] == ""  # the keys are in the next variable
         assert "secretKeyRef" in environment["MEMPIPE_API_KEYS"]["valueFrom"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import httpx
 import pytest
 
-from benchmarks.soak import Soak, held_out, quarters, report
+from benchmarks.soak import LONGEST_LOG, Soak, held_out, log_sizes, quarters, report
 from mempipe.settings import ConfigError
 
 SECONDS = 400.0
@@ -15,7 +15,7 @@ def a_soak(**growth: float) -> Soak:
     """Returns a soak of SECONDS, whose measures grow by a factor from the first sample to the last one."""
     soak = Soak(httpx.AsyncClient(), [], until=SECONDS)
     for i in range(101):
-        values = {"memory, MiB": 500.0, "threads": 80.0, "log files, MiB": 4.0}
+        values = {"memory, MiB": 500.0, "threads": 80.0, "log files, MiB": 4.0, LONGEST_LOG: 0.5}
         soak.samples.append(
             (4.0 * i, {name: value * (1 + (growth.get(name, 1.0) - 1) * i / 100) for name, value in values.items()})
         )
@@ -39,11 +39,30 @@ def test_flat_measures_right_answers_and_refusals_are_no_fault():
     assert "| memory, MiB | 500.0 | 500.0 | 1.000 |" in list(report(soak, began=0.0))
 
 
-def test_growth_is_a_fault_except_for_the_logs():
+def test_growth_is_a_fault_except_for_the_logs_of_all_replicas_together():
     assert faults(a_soak(**{"memory, MiB": 1.3})) == ["fault: memory, MiB grew by more than 10%"]
     assert faults(a_soak(**{"memory, MiB": 1.1})) == []
     assert faults(a_soak(threads=1.2)) == []  # 8 more are noise
     assert faults(a_soak(**{"log files, MiB": 5.0})) == []
+
+
+def test_a_log_that_is_not_rotated_is_a_fault():
+    assert faults(a_soak(**{LONGEST_LOG: 1.2})) == [
+        "fault: a log held 0.60 MiB; rotation at 0.25 MiB allows 0.55 MiB",
+    ]
+
+
+def test_a_log_is_measured_with_its_renamed_part(tmp_path):
+    (tmp_path / "serve").mkdir()
+    for name in (
+        "serve/proxy_127.0.0.1.log",
+        "serve/proxy_127.0.0.1.log.1",
+        "raylet.out",
+        "raylet.out.1",
+        "raylet.err",
+    ):
+        (tmp_path / name).write_text("12345")
+    assert sorted(log_sizes(tmp_path.rglob("*")).values()) == [5, 10, 10]
 
 
 @pytest.mark.parametrize("outcome", ["wrong", "hung"])

@@ -22,6 +22,7 @@ from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.keys import WatchedKeys
 from mempipe.serve.replicas.prometheus import PrometheusMetrics
 from mempipe.serve.replicas.traces import SampledTraces
+from mempipe.serve.requests import journal
 from mempipe.serve.requests.calls import EndpointEngine, ServedEngine, call
 from mempipe.serve.requests.store import Store
 from mempipe.serve.served_run import resolve, searched_by
@@ -140,8 +141,12 @@ async def engines_of(application: str, *, timeout_s: float) -> DeploymentHandle:
 
 
 def _log_as_serve_does() -> None:
-    """Sends the service's log records where Serve's own go: JSON lines with the id of the request."""
+    """Sends the service's log records where Serve's own go: JSON lines with the id of the request. The records of the
+    requests themselves go to the file alone, not to the worker's stderr as well."""
     logger = logging.getLogger("mempipe.serve")
     logger.handlers = logging.getLogger("ray.serve").handlers
+    for handler in logger.handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.addFilter(lambda record: record.name != journal.logger.name)
     logger.setLevel(logging.INFO)
     logger.propagate = False
