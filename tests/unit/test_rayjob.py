@@ -75,6 +75,10 @@ def test_the_cluster_runs_the_ray_that_is_pinned_here(spec):
     assert spec["rayClusterSpec"]["rayVersion"] == ray.__version__
 
 
+def test_the_cluster_asks_for_a_token(spec):
+    assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+
+
 def test_a_job_that_failed_is_submitted_again_and_goes_on(spec):
     words = shlex.split(spec["entrypoint"])
     assert words[:3] == ["python", "-m", "jobs.train"] and "--resume-if-exists" in words

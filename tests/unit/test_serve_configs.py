@@ -14,6 +14,7 @@ from mempipe.environment import SERVICE_LOGS
 from mempipe.loader import parse_section
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http import front, strangers
+from mempipe.serve.http.keys import VARIABLE
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -39,23 +40,29 @@ def test_the_applications_are_there_and_take_their_settings(name):
 def test_nobody_else_is_served_unless_keys_are_asked_for():
     assert serve_config("configs/agent_service.yaml")["http_options"]["host"] == "127.0.0.1"
     manifest = yaml.safe_load((JOBS / "kubernetes/agent_service.yaml").read_text())
+    (keys,) = {each["args"]["keys"] for each in serve_config("kubernetes/agent_service.yaml")["applications"]}
     for group in groups(manifest):
         (container,) = group["template"]["spec"]["containers"]
         environment = {variable["name"]: variable for variable in container["env"]}
         assert environment[front.VARIABLE]["value"] == front.PATH
         assert float(environment[front.CHECK_VARIABLE]["value"]) == front.CHECK_EVERY_S
         assert {name: environment[name]["value"] for name in SERVICE_LOGS} == SERVICE_LOGS
-        assert environment[strangers.VARIABLE]["value"] == ""  # the keys are in the next variable
-        assert "secretKeyRef" in environment["MEMPIPE_API_KEYS"]["valueFrom"]
+        assert VARIABLE not in environment  # no process reads a variable again when the secret changes
+        assert environment[strangers.VARIABLE]["value"] == keys
+        (mount,) = [mount for mount in container["volumeMounts"] if keys.startswith(mount["mountPath"])]
+        assert set(mount) == {"name", "mountPath", "readOnly"}  # a file under `subPath` stays as it is
+        volumes = {volume["name"]: volume for volume in group["template"]["spec"]["volumes"]}
+        assert volumes[mount["name"]]["secret"]["secretName"] == "mempipe-keys"
 
 
 def test_the_manifest_has_the_shape_of_a_ray_service():
-    """The fields of ray.io/v1 that KubeRay needs, and the volume that every pod mounts."""
+    """The fields of ray.io/v1 that KubeRay needs, and the volumes that every pod mounts."""
     manifest = yaml.safe_load((JOBS / "kubernetes/agent_service.yaml").read_text())
     assert (manifest["apiVersion"], manifest["kind"]) == ("ray.io/v1", "RayService")
     assert set(manifest["spec"]) == {"serveConfigV2", "rayClusterConfig"}
     cluster = manifest["spec"]["rayClusterConfig"]
-    assert set(cluster) == {"rayVersion", "headGroupSpec", "workerGroupSpecs"}
+    assert set(cluster) == {"rayVersion", "authOptions", "headGroupSpec", "workerGroupSpecs"}
+    assert cluster["authOptions"] == {"mode": "token"}
     head, worker = groups(manifest)
     assert set(head) == {"rayStartParams", "template"}
     assert set(worker) == {"groupName", "replicas", "minReplicas", "maxReplicas", "rayStartParams", "template"}
@@ -64,9 +71,9 @@ def test_the_manifest_has_the_shape_of_a_ray_service():
     for group in (head, worker):
         pod = group["template"]["spec"]
         (container,) = pod["containers"]
-        (mount,) = container["volumeMounts"]
-        assert [volume["name"] for volume in pod["volumes"]] == [mount["name"]]
-        assert state.startswith(mount["mountPath"])
+        mounts = container["volumeMounts"]
+        assert [volume["name"] for volume in pod["volumes"]] == [mount["name"] for mount in mounts]
+        assert state.startswith(mounts[0]["mountPath"])
         assert set(container["resources"]) == {"limits", "requests"}
     assert head["template"]["spec"]["containers"][0]["ports"][0] == {"containerPort": 8000, "name": "serve"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
 from typing import Any
 
@@ -123,6 +124,25 @@ async def test_a_change_of_the_file_holds_from_the_next_request_on(tmp_path, cap
         assert await statuses() == [401, 200]
         file.write_text("# nobody\n")
         assert await statuses() == [401, 401]
+
+
+def test_a_mounted_secret_that_changes_revokes_a_key(tmp_path):
+    """The kubelet never writes to the file: it turns the link to the folder of all files to another folder."""
+    (_, record), (_, second) = new_key("ann"), new_key("bob")  # the new file is as large as the old one
+
+    def mounted(line: str, folder: str) -> None:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "lines").write_text(line)
+        (tmp_path / "..data_tmp").symlink_to(folder)
+        (tmp_path / "..data_tmp").rename(tmp_path / "..data")
+
+    mounted(record.line(), "..2026_1")
+    (tmp_path / "lines").symlink_to("..data/lines")
+    ring = WatchedKeys(str(tmp_path / "lines"))
+    assert ring.find(record.id) == record
+    mounted(second.line(), "..2026_2")
+    shutil.rmtree(tmp_path / "..2026_1")
+    assert (ring.find(record.id), ring.find(second.id)) == (None, second)
 
 
 def test_two_keys_of_one_name_are_refused(tmp_path):
