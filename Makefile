@@ -21,7 +21,7 @@ export MLFLOW_DISABLE_TELEMETRY := true
 export DO_NOT_TRACK := 1
 export RAY_USAGE_STATS_ENABLED := 0
 
-.PHONY: setup quickstart real test test-fast test-jobs test-gpu chaos bench-fast lint clean
+.PHONY: setup quickstart real test test-fast test-jobs test-gpu test-clients chaos bench-fast lint clean
 
 quickstart: setup  ## train a tiny agent from nothing; report in runs/quickstart/report.html
 	$(BIN)/mempipe train jobs/configs/quickstart.yaml name=quickstart$(SUFFIX) seed=$(SEED) \
@@ -44,6 +44,9 @@ test-jobs: setup  ## run the long tests: real text, sweeps, a service under load
 
 test-gpu: setup  ## run the GPU tests, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs
 	$(BIN)/python -m pytest tests/gpu
+
+test-clients: setup  ## call the service with other OpenAI clients, each the newest in its own environment (CLIENT=litellm: one)
+	PYTHONPATH=.:tests/unit $(BIN)/python tests/clients/run.py $(CLIENT)
 
 chaos: setup  ## kill every part of real runs, two tests at a time; HOURS=1 [SEED=7] [ONLY=23]: faults at random
 ifdef HOURS
@@ -69,4 +72,4 @@ $(READY): pyproject.toml tools/setup.sh
 	touch $(READY)
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .clients .pytest_cache .ruff_cache .hypothesis

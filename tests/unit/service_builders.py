@@ -44,6 +44,13 @@ def config_of(agent: str) -> RunConfig:
     return load_config(CONFIGS / f"{name}.yaml")
 
 
+def config_with_instructions(folder: Path, *overrides: str) -> RunConfig:
+    """The quickstart with a prompt set, in `folder`, that has a place for instructions."""
+    tiny = (CONFIGS.parents[1] / "mempipe" / "agents" / "prompts" / "tiny.yaml").read_text()
+    (folder / "prompts.yaml").write_text(tiny + 'instructions: "{question} heed {instructions}"\n')
+    return load_config(CONFIGS / "quickstart.yaml", [f"agent.prompts={folder / 'prompts.yaml'}", *overrides])
+
+
 async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
     """The passage of the entity that the query names, first."""
     if partition not in ("", QUESTIONS[0].partition):

@@ -13,7 +13,7 @@ import httpx
 import openai
 import pytest
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
-from service_builders import CONFIGS, QUESTIONS, Service, build_service, running
+from service_builders import CONFIGS, QUESTIONS, Service, build_service, config_with_instructions, running
 
 from mempipe.answers.api import AnswerReply
 from mempipe.answers.conversation import fitted
@@ -61,10 +61,7 @@ def service(shared) -> Iterator[Service]:
 def instructed(tokenizer, tmp_path_factory) -> Iterator[Service]:
     """A service whose prompt set has a place for instructions."""
     folder = tmp_path_factory.mktemp("instructed")
-    tiny = (CONFIGS.parents[1] / "mempipe" / "agents" / "prompts" / "tiny.yaml").read_text()
-    (folder / "prompts.yaml").write_text(tiny + 'instructions: "{question} heed {instructions}"\n')
-    config = load_config(CONFIGS / "quickstart.yaml", [f"agent.prompts={folder / 'prompts.yaml'}"])
-    service = build_service(tokenizer, folder, agents={"memsearcher": config})
+    service = build_service(tokenizer, folder, agents={"memsearcher": config_with_instructions(folder)})
     with running(service):
         yield service
 

@@ -12,11 +12,10 @@ import openai
 import pytest
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
-from service_builders import CONFIGS, QUESTIONS, Service, build_service, running
+from service_builders import QUESTIONS, Service, build_service, config_with_instructions, running
 
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
-from mempipe.loader import load_config
 from mempipe.serve.http.keys import new_key
 from mempipe.serve.openai.completions_api import CompletionRequest
 from mempipe.serve.openai.responses_api import InputItem, ResponseRequest
@@ -326,10 +325,7 @@ def test_langchain_goes_on_from_a_response(service):
 
 
 def test_instructions_are_read_where_there_is_a_place_for_them(tokenizer, tmp_path):
-    tiny = (CONFIGS.parents[1] / "mempipe" / "agents" / "prompts" / "tiny.yaml").read_text()
-    (tmp_path / "prompts.yaml").write_text(tiny + 'instructions: "{question} heed {instructions}"\n')
-    config = load_config(CONFIGS / "quickstart.yaml", [f"agent.prompts={tmp_path / 'prompts.yaml'}"])
-    service = build_service(tokenizer, tmp_path, agents={"memsearcher": config})
+    service = build_service(tokenizer, tmp_path, agents={"memsearcher": config_with_instructions(tmp_path)})
     with running(service):
         service.engine.says[:] = [box("Lima")]
         said = [{"role": "developer", "content": "use words"}, {"role": "user", "content": "where?"}]
