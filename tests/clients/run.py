@@ -4,9 +4,10 @@
     make test-clients CLIENT=litellm       one of them
 
 Each has a virtual environment below `.clients/` with the newest version of the package index; their pins collide
-(llama-index needs openai 2, inspect-ai openai 3). The service runs here, with a scripted policy, an API key and a prompt
-set that has a place for instructions. The tests of a client (`NAME_calls.py`) run in the client's environment and reach
-the service over HTTP. The last lines say which passed with which versions; the exit code is 1 where a call failed.
+(llama-index needs openai 2, inspect-ai openai 3). The service runs here, with a scripted policy, an API key and a
+prompt set that has a place for instructions. The tests of a client (`NAME_calls.py`) run in the client's environment
+and reach the service over HTTP. The last lines say which passed with which versions; the exit code is 1 where a call
+failed.
 """
 
 from __future__ import annotations
