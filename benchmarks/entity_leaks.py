@@ -30,7 +30,7 @@ from mempipe.data.corpus import corpus_files, read_segments
 from mempipe.data.plain_text import is_plain_text, read_plain_text
 from mempipe.masking.cloze import choose_questions, find_candidates
 from mempipe.masking.config import ClozeConfig
-from mempipe.masking.documents import Material, MemtrainConfig, common_entities, entities_of, make_document
+from mempipe.masking.documents import DocumentsConfig, Material, common_entities, entities_of, make_document
 from mempipe.masking.entities import Finder, make_finder
 from mempipe.types import Passage, Question
 
@@ -84,7 +84,7 @@ def document_leaks(passages: Sequence[Passage], finder: Finder, num_pivots: int)
     """Returns the number of documents, of those in which the answer can be read, of those in which the last name of a
     person can, and of those that take the last word of anything else for the answer.
     """
-    config = MemtrainConfig(
+    config = DocumentsConfig(
         index="-", tokenizer="-", num_random=2, chunk_tokens=64, min_tokens=250, max_tokens=1500, num_recall_targets=3
     )
     common = common_entities(entities_of(passages[::8], finder).lazy(), len(passages[::8]), config)

@@ -35,7 +35,7 @@ from benchmarks.rows import Row, record
 from mempipe.actors.cluster import connected
 from mempipe.data.corpus import read_corpus
 from mempipe.loader import parse_section
-from mempipe.masking.documents import CommonEntities, MemtrainConfig, common_entities
+from mempipe.masking.documents import CommonEntities, DocumentsConfig, common_entities
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.streams.documents import DocumentMaker, stream_parts
@@ -92,7 +92,7 @@ def prepared(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
         "output": str(folder),
         "documents_per_part": PART,
     }
-    config = parse_section(settings, MemtrainConfig)
+    config = parse_section(settings, DocumentsConfig)
     DocumentMaker(config, None).write(entities_file(config), 0, range(num_passages(config)))
     return settings
 
@@ -105,7 +105,7 @@ def in_a_process(settings: dict[str, Any], pivots: int, num_workers: int) -> dic
 
 def measured(settings: dict[str, Any], pivots: int) -> dict[str, Any]:
     """Measures one variant, given by `num_workers`: its output per second, and the memory of its process."""
-    config = parse_section(settings, MemtrainConfig)
+    config = parse_section(settings, DocumentsConfig)
     common = common_entities(pl.scan_parquet(entities_file(config)), num_passages(config), config)
     with tempfile.TemporaryDirectory(dir=config.output) as folder:
         rows = np.random.default_rng(config.seed).permutation(num_passages(config))[:pivots]
@@ -133,14 +133,14 @@ def measured(settings: dict[str, Any], pivots: int) -> dict[str, Any]:
     }
 
 
-def streamed(parts: Sequence[dict[str, Any]], config: MemtrainConfig, common: CommonEntities) -> Iterator[float]:
+def streamed(parts: Sequence[dict[str, Any]], config: DocumentsConfig, common: CommonEntities) -> Iterator[float]:
     """Makes the parts as the builder does; yields when each was there."""
     with connected("", name="bench"):
         for _ in stream_parts(parts, config, common):
             yield time.perf_counter()
 
 
-def one_by_one(parts: Sequence[dict[str, Any]], config: MemtrainConfig, common: CommonEntities) -> Iterator[float]:
+def one_by_one(parts: Sequence[dict[str, Any]], config: DocumentsConfig, common: CommonEntities) -> Iterator[float]:
     """Makes the documents of the parts one after the other; yields when each part was there."""
     maker = DocumentMaker(config, common)
     for part in parts:
@@ -151,11 +151,11 @@ def one_by_one(parts: Sequence[dict[str, Any]], config: MemtrainConfig, common: 
         yield time.perf_counter()
 
 
-def entities_file(config: MemtrainConfig) -> Path:
+def entities_file(config: DocumentsConfig) -> Path:
     return Path(config.output) / "entities.parquet"
 
 
-def num_passages(config: MemtrainConfig) -> int:
+def num_passages(config: DocumentsConfig) -> int:
     manifest, _ = read_manifest(Path(config.index))
     return manifest.passages.count
 

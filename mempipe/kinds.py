@@ -119,7 +119,7 @@ BUILT_IN = {
     "documents": JobKind(
         described="MemTrain's documents",
         command="mempipe data memtrain",
-        section="mempipe.masking.documents:MemtrainConfig",
+        section="mempipe.masking.documents:DocumentsConfig",
         check="mempipe.checks.retrieval:check_documents",
         main="pipelines.build_memtrain:main",
         marks=frozenset({"tokenizer"}),

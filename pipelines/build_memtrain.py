@@ -4,8 +4,8 @@
     make       documents of pivots in random order, in parts, until there are enough          Ray Data
     finish     the first `num_held_out` in one file, the others in another, and a summary     pyarrow
 
-The folder holds documents.parquet and held_out.parquet (`mempipe.masking.documents.Document`), which `data.train` and
-`data.validation` of a run take as they are, summary.json and, while it is built, parts/.
+The folder holds documents.parquet and held_out.parquet (`mempipe.masking.documents.MaskedDocument`), which `data.train`
+and `data.validation` of a run take as they are, summary.json and, while it is built, parts/.
 The same index, settings and finder give the same documents, whatever the number of workers and however often the build
 was killed.
 """
@@ -30,7 +30,7 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.masking.documents import (
     REJECTIONS,
     CommonEntities,
-    MemtrainConfig,
+    DocumentsConfig,
     common_entities,
 )
 from mempipe.masking.entities import make_finder
@@ -59,7 +59,7 @@ _AGAIN = "make the documents again (mempipe data memtrain)"
 _PART_ADVICE = "remove it, and the same command makes it again"
 
 
-def main(config: MemtrainConfig) -> Path:
+def main(config: DocumentsConfig) -> Path:
     """Builds the documents, or continues with a build that was interrupted; returns the folder.
 
     Raises ConfigError before anything starts for an index, a tokenizer, a mask or a finder that cannot work, a corpus
@@ -133,7 +133,7 @@ def shown(folder: Path, count: int) -> list[str]:
     return lines
 
 
-def _check_same(file: Path, config: MemtrainConfig, **facts: str) -> None:
+def _check_same(file: Path, config: DocumentsConfig, **facts: str) -> None:
     """Keeps the settings and the facts in the folder. Raises ConfigError when it was begun with others."""
     if not file.exists():
         write_object(file, config.model_dump(mode="json", exclude={*config.FREE}) | facts)
@@ -146,7 +146,7 @@ def _check_same(file: Path, config: MemtrainConfig, **facts: str) -> None:
         )
 
 
-def _count(folder: Path, order: np.ndarray, config: MemtrainConfig) -> CommonEntities:
+def _count(folder: Path, order: np.ndarray, config: DocumentsConfig) -> CommonEntities:
     """Returns the entities that a sample of the corpus shows to be too common or too easy to guess."""
     sample = np.sort(order[: config.statistics_passages])
     _run(_parts(folder, sample, PASSAGES_AT_ONCE), config, None, label="passages counted")
@@ -155,7 +155,7 @@ def _count(folder: Path, order: np.ndarray, config: MemtrainConfig) -> CommonEnt
     return common_entities(pl.scan_parquet(folder / "*.parquet"), len(sample), config)
 
 
-def _make(folder: Path, order: np.ndarray, config: MemtrainConfig, common: CommonEntities) -> list[Path]:
+def _make(folder: Path, order: np.ndarray, config: DocumentsConfig, common: CommonEntities) -> list[Path]:
     """Makes parts until they hold enough documents or the corpus ends; returns their files in order."""
     parts = _parts(folder, order, config.documents_per_part)
     made = missing = 0
@@ -179,7 +179,9 @@ def _parts(folder: Path, rows: np.ndarray, size: int) -> list[dict[str, Any]]:
     ]
 
 
-def _run(parts: Sequence[dict[str, Any]], config: MemtrainConfig, common: CommonEntities | None, *, label: str) -> None:
+def _run(
+    parts: Sequence[dict[str, Any]], config: DocumentsConfig, common: CommonEntities | None, *, label: str
+) -> None:
     missing = [part for part in parts if not Path(part["file"]).exists()]
     total, left = (sum(len(part["rows"]) for part in listed) for listed in (parts, missing))
     with Progress(label, total=total, done=total - left) as progress:
@@ -187,7 +189,7 @@ def _run(parts: Sequence[dict[str, Any]], config: MemtrainConfig, common: Common
             progress.advance(count)
 
 
-def _finish(folder: Path, parts: Sequence[Path], config: MemtrainConfig) -> Counter[str]:
+def _finish(folder: Path, parts: Sequence[Path], config: DocumentsConfig) -> Counter[str]:
     """Writes the documents of the parts into the two files; returns how often each rule rejected in these parts."""
     rejected: Counter[str] = Counter()
     for part in parts:

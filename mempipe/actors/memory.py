@@ -10,9 +10,9 @@ import ray
 from ray.exceptions import RayError
 
 from mempipe.actors.handles import Handle
+from mempipe.engines.gpus import GIB
 
-GIB = 2**30
-ANSWER_S = 60.0
+MEASURING_S = 60.0
 
 
 def held_gib(*, children: bool = True) -> float:
@@ -34,7 +34,7 @@ def memory_metrics(roles: Mapping[str, Iterable[Handle]]) -> dict[str, float]:
     held = {"run": held_gib(children=False)}  # a local cluster's processes are children of the run's own
     for role, answers in asked.items():
         with suppress(RayError):
-            held |= {role: max(ray.get(answers, timeout=ANSWER_S))} if answers else {}
+            held |= {role: max(ray.get(answers, timeout=MEASURING_S))} if answers else {}
     return {f"memory/{role}_gib": gib for role, gib in held.items()}
 
 

@@ -20,7 +20,7 @@ from mempipe.answers.api import AnswerRequest, TurnReply
 from mempipe.answers.errors import ApiError, sentence
 from mempipe.api.objects import with_names
 from mempipe.api.reply import Reply, reply_of
-from mempipe.api.roles import Roles, started
+from mempipe.api.roles import AgentRoles, started
 from mempipe.api.settings import nested
 from mempipe.config import RunConfig
 from mempipe.environment import prepare_process
@@ -148,7 +148,7 @@ class Agent:
         self._numbers = itertools.count(1)
         with ExitStack() as stack:
             self._portal: BlockingPortal = stack.enter_context(start_blocking_portal(name="mempipe-agent"))
-            self.roles: Roles = stack.enter_context(
+            self.roles: AgentRoles = stack.enter_context(
                 self._portal.wrap_async_context_manager(started(served.main, service.endpoint))
             )
             """The engine and the retriever. They are used from the agent's own event loop (`run`)."""
@@ -257,7 +257,7 @@ def _end(stack: ExitStack) -> None:
         stack.close()
 
 
-def _answering(served: ServedRun, service: AgentServiceConfig, roles: Roles) -> Answering:
+def _answering(served: ServedRun, service: AgentServiceConfig, roles: AgentRoles) -> Answering:
     return Answering(
         served.name,
         served.agents,

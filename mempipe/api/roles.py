@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Roles:
+class AgentRoles:
     """All that plays an agent. It is used from the event loop that started it."""
 
     tokenizer: Tokenizer
@@ -53,7 +53,7 @@ class LocalEngine:
 
 
 @asynccontextmanager
-async def started(config: RunConfig, endpoint: EndpointConfig | None) -> AsyncIterator[Roles]:
+async def started(config: RunConfig, endpoint: EndpointConfig | None) -> AsyncIterator[AgentRoles]:
     """Starts what the agent of `config` needs: an engine, or the client of `endpoint`, and a retriever if it searches.
     Ends both at the end of the block.
 
@@ -66,7 +66,7 @@ async def started(config: RunConfig, endpoint: EndpointConfig | None) -> AsyncIt
         tokenizer = await asyncio.to_thread(load_tokenizer, config.model.path)
         search = await stack.enter_async_context(_retriever(config)) if config.agent_spec.searches else find_nothing
         make = _engine(config, tokenizer) if endpoint is None else _endpoint(config, endpoint, tokenizer)
-        yield Roles(tokenizer=tokenizer, engine=await stack.enter_async_context(make), search=search)
+        yield AgentRoles(tokenizer=tokenizer, engine=await stack.enter_async_context(make), search=search)
 
 
 @asynccontextmanager

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mempipe.checks.findings import Finding, fatal, ok
+from mempipe.engines.gpus import GIB
 
-GIB = 2**30
 TIMEOUT_S = 5.0
 DEFAULT_GPU_GIB = 79.2  # as CUDA reports 80
 LOOPBACK = ("127.0.0.1", "localhost", "::1")

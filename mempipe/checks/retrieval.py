@@ -12,7 +12,7 @@ from mempipe.checks.machine import check_cluster, check_local_service, check_wri
 from mempipe.checks.models import check_encoder, check_hub, check_model
 from mempipe.data.input_files import is_remote
 from mempipe.data.plain_text import check_source
-from mempipe.masking.documents import MemtrainConfig
+from mempipe.masking.documents import DocumentsConfig
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.retrieval.encoders import ENCODERS
 from mempipe.retrieval.manifest import check_index, read_manifest
@@ -45,7 +45,7 @@ def check_service(config: ServiceConfig, *, host: str = "", port: int = 0) -> li
     return findings
 
 
-def check_documents(config: MemtrainConfig) -> list[Finding]:
+def check_documents(config: DocumentsConfig) -> list[Finding]:
     """Returns all findings about MemTrain documents that are to be made of an index."""
     folder = Path(config.output) / config.name
     return [

@@ -7,10 +7,8 @@ from collections.abc import Sequence
 
 import torch
 
-from mempipe.engines.gpus import GPUS
+from mempipe.engines.gpus import GIB, GPUS
 from mempipe.engines.model import PolicyModel
-
-GIB = 2**30
 
 
 class TrainingFlops:

@@ -39,7 +39,7 @@ _SENTENCE = re.compile(r"[^.\n]*(?:\.(?=\S)[^.\n]*)*[.\n]?")  # a full stop insi
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Probe:
+class GapStatement:
     """A statement with a gap, and what belongs there."""
 
     statement: str
@@ -58,7 +58,7 @@ class RecallCounts:
     """Gaps for which the reader could not be reached."""
 
 
-def recall_probes(trajectory: Trajectory, question: Question) -> tuple[str, list[Probe]]:
+def recall_probes(trajectory: Trajectory, question: Question) -> tuple[str, list[GapStatement]]:
     """Returns the last memory of the attempt, and a probe for every needed fact that was read before it was written;
     none where no memory was written.
     """
@@ -78,16 +78,16 @@ def recall_probes(trajectory: Trajectory, question: Question) -> tuple[str, list
         sentences = ((title, sentence) for title, text in texts for sentence in _SENTENCE.findall(text))
         stated = next((title + sentence.strip() for title, sentence in sentences if value.search(sentence)), "")
         if stated:
-            probes.append(Probe(statement=value.sub(GAP, stated), value=fact.value))
+            probes.append(GapStatement(statement=value.sub(GAP, stated), value=fact.value))
     return until[-1].memory_after, probes
 
 
-async def ask_recall(memory: str, probes: Sequence[Probe], ask: AskFn) -> RecallCounts:
+async def ask_recall(memory: str, probes: Sequence[GapStatement], ask: AskFn) -> RecallCounts:
     """Asks the reader for every gap, with the memory and without it. Where it cannot be reached the gap is counted as
     unasked.
     """
 
-    async def filled(probe: Probe, notes: str) -> bool | None:
+    async def filled(probe: GapStatement, notes: str) -> bool | None:
         try:
             (text,) = await ask(recall_prompt(notes, probe.statement), max_tokens=MAX_REPLY_TOKENS, temperature=0.0)
         except InfrastructureFault:

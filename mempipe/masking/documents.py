@@ -37,7 +37,7 @@ REJECTIONS = {
 _SEPARATOR = "\n\n"
 
 
-class MemtrainConfig(Section):
+class DocumentsConfig(Section):
     """Masked documents for self-supervised memory training: `mempipe data memtrain`."""
 
     FREE = ("output", "name", "num_workers", "ray_address")
@@ -90,7 +90,7 @@ class MemtrainConfig(Section):
     """A running cluster; empty: the job's own cluster, or a local one."""
 
     @model_validator(mode="after")
-    def _lengths_in_order(self) -> MemtrainConfig:
+    def _lengths_in_order(self) -> DocumentsConfig:
         if not self.chunk_tokens <= self.min_tokens <= self.max_tokens:
             raise ValueError(
                 f"chunk_tokens {self.chunk_tokens}, min_tokens {self.min_tokens} and max_tokens {self.max_tokens} must "
@@ -104,7 +104,7 @@ class MemtrainConfig(Section):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class MaskedDocument:
     """One masked document, with the fields of the `Question` that is asked of it: a file of documents is a file of
     questions.
     """
@@ -123,7 +123,7 @@ class Document:
     pivot_title: str
     kind: Kind
     chunk_tokens: list[int]
-    """Tokens of every chunk, as an agent with chunks of `MemtrainConfig.chunk_tokens` cuts them."""
+    """Tokens of every chunk, as an agent with chunks of `DocumentsConfig.chunk_tokens` cuts them."""
     num_masks: int
     passage_ids: list[str]
     """In the order of the text, the pivot's among them."""
@@ -154,7 +154,7 @@ def entities_of(passages: Sequence[Passage], finder: Finder) -> pl.DataFrame:
     return pl.DataFrame(rows, schema=ENTITIES_SCHEMA, orient="row")
 
 
-def common_entities(entities: pl.LazyFrame, num_passages: int, config: MemtrainConfig) -> CommonEntities:
+def common_entities(entities: pl.LazyFrame, num_passages: int, config: DocumentsConfig) -> CommonEntities:
     """Returns the statistics of the corpus from the rows of `entities_of` about `num_passages`."""
     common = common_answers(entities, num_passages, config.max_passage_share).collect(engine="streaming")
     guessable = guessable_answers(entities).collect(engine="streaming")
@@ -176,8 +176,8 @@ class Material:
 
 
 def make_document(
-    material: Material, finder: Finder, common: CommonEntities, count_tokens: CountTokens, config: MemtrainConfig
-) -> Document | None:
+    material: Material, finder: Finder, common: CommonEntities, count_tokens: CountTokens, config: DocumentsConfig
+) -> MaskedDocument | None:
     """Returns the masked document, or None when no entity of the pivot can be hidden; `material.rejected` says why."""
     rng = np.random.default_rng(material.seed)
     (entities,) = finder.find([material.pivot.text])
@@ -209,7 +209,7 @@ def make_document(
 
 
 def _gathered(
-    material: Material, wanted: int, count_tokens: CountTokens, config: MemtrainConfig
+    material: Material, wanted: int, count_tokens: CountTokens, config: DocumentsConfig
 ) -> tuple[list[Passage], list[int]]:
     """Returns pivot, related and random passages, of at least `wanted` tokens together if `max_tokens` has room for the
     last one, and the tokens of each.
@@ -262,8 +262,8 @@ def _masked(
     passages: Sequence[Passage],
     whole: str,
     count_tokens: CountTokens,
-    config: MemtrainConfig,
-) -> Document | None:
+    config: DocumentsConfig,
+) -> MaskedDocument | None:
     """Returns the document without the entity; None when it can be read all the same."""
     answer = " ".join(entity.text.split())
     text, num_masks = hide(whole, answer, entity.kind, config.mask)
@@ -273,7 +273,7 @@ def _masked(
     count_once = functools.cache(count_tokens)  # chunks are counted while they are cut, and again for their lengths
     chunks = chunks_of(text, config.chunk_tokens, count_once, config.mask)
     _, number = material.seed
-    return Document(
+    return MaskedDocument(
         id=f"memtrain-{number:08d}",
         text=question,
         golden_answers=_answer_first(answer, entity.kind),
@@ -290,7 +290,7 @@ def _masked(
 
 
 def _recall_targets(
-    document: Document,
+    document: MaskedDocument,
     passages: Sequence[Passage],
     finder: Finder,
     common: CommonEntities,
@@ -317,3 +317,7 @@ def _recall_targets(
 
 def _answer_first(answer: str, kind: Kind) -> list[str]:
     return [answer, *(form for form in forms(answer, kind) if form != answer)]
+
+
+Document, MemtrainConfig = MaskedDocument, DocumentsConfig
+"""Their names in earlier versions."""

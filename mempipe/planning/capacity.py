@@ -12,9 +12,9 @@ from typing import Any
 
 from mempipe.engines.architectures import fused_layers, num_experts
 from mempipe.engines.config import ModelConfig
+from mempipe.engines.gpus import GIB
 from mempipe.settings import ConfigError
 
-GIB = 2**30
 SMALL_STORE = GIB // 2
 
 

@@ -20,7 +20,7 @@ import pyarrow as pa
 import ray
 
 from mempipe.engines.tokenizer import CACHED_CHARS, load_tokenizer
-from mempipe.masking.documents import CommonEntities, Material, MemtrainConfig, entities_of, make_document
+from mempipe.masking.documents import CommonEntities, DocumentsConfig, Material, entities_of, make_document
 from mempipe.masking.entities import CachedFinder, make_finder
 from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.storage.parquet import write_table
@@ -55,7 +55,7 @@ CACHED_COUNTS = 2**16
 class DocumentMaker:
     """Writes the documents of parts, or, without `common`, the entities of their passages."""
 
-    def __init__(self, config: MemtrainConfig, common: CommonEntities | None) -> None:
+    def __init__(self, config: DocumentsConfig, common: CommonEntities | None) -> None:
         self._config = config
         self._common = common
         self._retriever = Retriever(config.index)
@@ -120,7 +120,7 @@ class DocumentMaker:
 
 
 def stream_parts(
-    parts: Sequence[dict[str, Any]], config: MemtrainConfig, common: CommonEntities | None
+    parts: Sequence[dict[str, Any]], config: DocumentsConfig, common: CommonEntities | None
 ) -> Generator[int, None, None]:
     """Makes the parts (`file`, `first`, `rows`) that are not there yet; yields the number of passages of each.
 

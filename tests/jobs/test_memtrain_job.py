@@ -21,7 +21,7 @@ from mempipe.data.world import World
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.loader import parse_config, parse_section
-from mempipe.masking.documents import CommonEntities, MemtrainConfig
+from mempipe.masking.documents import CommonEntities, DocumentsConfig
 from mempipe.masking.entities import can_be_read
 from mempipe.retrieval.build import build_index
 from mempipe.rollout import make_rollout, run_group
@@ -45,12 +45,12 @@ def settings(tmp_path_factory) -> dict:
 
 @pytest.fixture(scope="module")
 def documents(settings) -> Path:
-    return build_memtrain.main(parse_section(settings, MemtrainConfig))
+    return build_memtrain.main(parse_section(settings, DocumentsConfig))
 
 
 def test_two_workers_make_what_one_process_makes_without_ray(settings, documents, monkeypatch):
     def stream_parts(
-        parts: list[dict[str, Any]], config: MemtrainConfig, common: CommonEntities | None
+        parts: list[dict[str, Any]], config: DocumentsConfig, common: CommonEntities | None
     ) -> Iterator[int]:
         maker = DocumentMaker(config, common)
         for part in parts:
@@ -58,7 +58,7 @@ def test_two_workers_make_what_one_process_makes_without_ray(settings, documents
 
     monkeypatch.setattr(build_memtrain, "stream_parts", stream_parts)
     monkeypatch.setattr(build_memtrain, "connected", lambda *_, **__: nullcontext("namespace"))
-    other = build_memtrain.main(parse_section(settings | {"name": "alone"}, MemtrainConfig))
+    other = build_memtrain.main(parse_section(settings | {"name": "alone"}, DocumentsConfig))
     one, two = (pl.read_parquet(folder / "documents.parquet") for folder in (other, documents))
     assert len(one) == 16 and one.equals(two)
     for row in one.iter_rows(named=True):

@@ -18,9 +18,9 @@ from mempipe.data.corpus import split_contents
 from mempipe.masking.documents import (
     REJECTIONS,
     CommonEntities,
-    Document,
+    DocumentsConfig,
+    MaskedDocument,
     Material,
-    MemtrainConfig,
     common_entities,
     entities_of,
     make_document,
@@ -52,10 +52,10 @@ RELATED = [
 OTHERS = [passage(i, f"Hill {i}", "A hill is a landform that rises above the land around it.") for i in range(4, 60)]
 
 
-def config(**changes: object) -> MemtrainConfig:
+def config(**changes: object) -> DocumentsConfig:
     values = {"index": "i", "tokenizer": "t", "entities": "rules", "num_random": 5}
     values |= {"chunk_tokens": 64, "min_tokens": 64, "max_tokens": 400}
-    return MemtrainConfig(**values | changes)
+    return DocumentsConfig(**values | changes)
 
 
 def make(
@@ -66,7 +66,7 @@ def make(
     common: CommonEntities = NOTHING_COMMON,
     number: int = 0,
     **changes: object,
-) -> tuple[Document | None, list[str]]:
+) -> tuple[MaskedDocument | None, list[str]]:
     material = Material(pivot=pivot, related=related, random=iter(others), seed=(1, number))
     return make_document(material, RuleFinder(), common, words, config(**changes)), material.rejected
 

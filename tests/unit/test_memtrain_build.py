@@ -17,7 +17,7 @@ from mempipe.data.qa import read_questions
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.loader import parse_config, parse_section
-from mempipe.masking.documents import MemtrainConfig
+from mempipe.masking.documents import DocumentsConfig
 from mempipe.masking.entities import can_be_read
 from mempipe.retrieval.build import build_index
 from mempipe.rollout import make_renderer
@@ -53,7 +53,7 @@ def made(monkeypatch) -> list[str]:
     """Runs the parts in this process, last part first, and remembers which were made."""
     done: list[str] = []
 
-    def stream_parts(parts: list[dict[str, Any]], config: MemtrainConfig, common: Any) -> Any:
+    def stream_parts(parts: list[dict[str, Any]], config: DocumentsConfig, common: Any) -> Any:
         maker = DocumentMaker(config, common)
         for part in reversed(parts):
             yield from maker(pa.Table.from_pylist([part])).column("count").to_pylist()
@@ -65,7 +65,7 @@ def made(monkeypatch) -> list[str]:
     return done
 
 
-def config(files: dict[str, str], output: Path, **changes: Any) -> MemtrainConfig:
+def config(files: dict[str, str], output: Path, **changes: Any) -> DocumentsConfig:
     values = {
         "output": str(output),
         "entities": "rules",
@@ -75,7 +75,7 @@ def config(files: dict[str, str], output: Path, **changes: Any) -> MemtrainConfi
         "num_random": 4,
     }
     values |= {"chunk_tokens": 64, "min_tokens": 64, "max_tokens": 2000, "documents_per_part": 5, "mask": "____"}
-    return parse_section(files | values | changes, MemtrainConfig)
+    return parse_section(files | values | changes, DocumentsConfig)
 
 
 def without(file: Path, setting: str) -> None:

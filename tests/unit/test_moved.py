@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from mempipe.masking import documents
 from mempipe.moved import GONE, MOVED
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +44,10 @@ def test_a_module_that_is_gone_says_why_and_where_its_contents_are(module):
     with pytest.raises(ModuleNotFoundError, match=re.escape(GONE[module])):
         importlib.import_module(module)
     assert all(is_here(place) for place in re.findall(r"mempipe[.\w]+", GONE[module]))
+
+
+def test_a_class_is_found_under_its_old_name():
+    assert documents.MemtrainConfig is documents.DocumentsConfig and documents.Document is documents.MaskedDocument
 
 
 def test_a_name_that_never_was_is_not_found():

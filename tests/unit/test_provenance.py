@@ -10,7 +10,7 @@ import pytest
 
 from mempipe.config import RunConfig
 from mempipe.loader import setting_names
-from mempipe.masking.documents import MemtrainConfig
+from mempipe.masking.documents import DocumentsConfig
 from mempipe.provenance import (
     changed_inputs,
     changed_settings,
@@ -47,17 +47,17 @@ def test_a_setting_that_an_older_version_did_not_have_is_no_difference():
     assert list(differences({"file": "a", "limit": 0}, named)) == [("columns", None, named["columns"])]
 
 
-@pytest.mark.parametrize("kind", [RunConfig, SweepConfig, MemtrainConfig, IndexConfig])
+@pytest.mark.parametrize("kind", [RunConfig, SweepConfig, DocumentsConfig, IndexConfig])
 def test_every_free_setting_exists(kind):
     assert kind.FREE and set(kind.FREE) <= set(setting_names(kind))
 
 
 def test_a_record_of_an_earlier_version_is_compared_by_the_settings_that_it_has():
-    now = MemtrainConfig(index="i", tokenizer="t", output="here", num_related=30)
+    now = DocumentsConfig(index="i", tokenizer="t", output="here", num_related=30)
     saved = {"index": "i", "tokenizer": "t", "output": "there", "snapshot": "1"}
     assert changed_settings(saved, now, snapshot="2") == [("num_related", 29, 30), ("snapshot", "1", "2")]
     del saved["output"], now
-    assert changed_settings(saved, MemtrainConfig(index="i", tokenizer="t"), snapshot="1") == []
+    assert changed_settings(saved, DocumentsConfig(index="i", tokenizer="t"), snapshot="1") == []
 
 
 def test_an_input_that_one_side_does_not_know_is_not_compared():

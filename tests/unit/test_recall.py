@@ -6,7 +6,7 @@ import pytest
 
 from mempipe.evaluation.recall import (
     GAP,
-    Probe,
+    GapStatement,
     RecallCounts,
     ask_recall,
     recall_probes,
@@ -83,8 +83,8 @@ def test_a_probe_is_the_sentence_of_a_read_passage_without_its_value():
     memory, probes = recall_probes(GOOD, QUESTION)
     assert memory == "Ann Lee: Oslo"
     assert probes == [
-        Probe(statement=f"Film: Film was directed by {GAP} in 1990.", value="Ann Lee"),
-        Probe(statement=f"Ann Lee: Ann Lee was born in {GAP}.", value="Oslo"),
+        GapStatement(statement=f"Film: Film was directed by {GAP} in 1990.", value="Ann Lee"),
+        GapStatement(statement=f"Ann Lee: Ann Lee was born in {GAP}.", value="Oslo"),
     ]
 
 
@@ -97,8 +97,8 @@ def test_a_probe_of_an_agent_that_reads_is_the_first_sentence_of_a_chunk_with_th
     assert recall_probes(read, QUESTION) == (
         "Ann Lee: Oslo",
         [
-            Probe(statement=f"Film is by {GAP}, it says.", value="Ann Lee"),
-            Probe(statement=f"She is of {GAP}.", value="Oslo"),
+            GapStatement(statement=f"Film is by {GAP}, it says.", value="Ann Lee"),
+            GapStatement(statement=f"She is of {GAP}.", value="Oslo"),
         ],
     )
     assert recall_probes(attempt(turn(0, chunk="A poem.", after="a poem")), QUESTION) == ("a poem", [])
