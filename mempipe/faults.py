@@ -19,6 +19,10 @@ class InfrastructureFault(RuntimeError):
         return without_passwords(super().__str__())
 
 
+class RoleUnavailable(InfrastructureFault):
+    """No replica of an engine or a retriever answered within the deadline, restarts included."""
+
+
 class ServiceFault(InfrastructureFault):
     """A service that is reached over HTTP refused a request, or its answer is not one."""
 

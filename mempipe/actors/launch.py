@@ -51,7 +51,7 @@ from mempipe.rl.packing import MicroBatch
 from mempipe.stop import StopRequest
 
 START_TIMEOUT_S = 900.0
-ANSWER_S = 10.0
+SILENT_AFTER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once; not tuned (Ray's default: 1,000)
 WEIGHT_STORE = "weights"
@@ -189,11 +189,11 @@ class Roles(RolloutActors):
             pending = {name: actor.under_way.remote() for name, actor in actors.items()}
             for name, reference in pending.items():
                 try:
-                    counts[work] += ray.get(reference, timeout=ANSWER_S)
+                    counts[work] += ray.get(reference, timeout=SILENT_AFTER_S)
                 except (GetTimeoutError, RayError):
                     silent.append(name)
         if silent:
-            return f"{', '.join(silent)}, without an answer for {ANSWER_S:g} s"
+            return f"{', '.join(silent)}, without an answer for {SILENT_AFTER_S:g} s"
         if not counts.total():
             return "the reference or the code of agent, reward and tools: no engine and no retriever has anything to do"
         return ", ".join(f"{count} {work}" for work, count in counts.most_common() if count)

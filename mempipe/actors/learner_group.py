@@ -28,7 +28,7 @@ from mempipe.rl.packing import MicroBatch
 from mempipe.stop import StopRequest
 
 WATCH_S = 5.0
-ANSWER_S = 30.0
+COUNTING_S = 30.0
 DEATH_S = 10.0
 """Seconds in which every rank answers or Ray reports its death; not tuned."""
 
@@ -239,7 +239,7 @@ class LearnerGroup:
         Raises LearnerLost when a rank does not answer in time (without `finish`: at once), or the ranks disagree.
         """
         answers = [rank.updates_done.remote() for rank in self.ranks]
-        counts = set(self._get("counting updates", answers, timeout_s=None if finish else ANSWER_S))
+        counts = set(self._get("counting updates", answers, timeout_s=None if finish else COUNTING_S))
         if len(counts) != 1:
             raise LearnerLost(f"the ranks have done {sorted(counts)} updates")
         return counts.pop()

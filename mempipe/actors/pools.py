@@ -18,17 +18,13 @@ from mempipe.actors.batched_calls import BatchedClient
 from mempipe.actors.handles import Handle
 from mempipe.actors.lost import RoleLost, one_line
 from mempipe.engines.config import GenerationConfig, SamplingConfig
-from mempipe.faults import InfrastructureFault, retry_pauses
+from mempipe.faults import InfrastructureFault, RoleUnavailable, retry_pauses
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.types import Completion, SearchResult
 
 REST_S = 30.0
 """Cool-down: a replica that died or failed gets no calls for this long while another one is available. Longer than the
 restart of one actor (4 to 10 s seen on two cores)."""
-
-
-class RoleUnavailable(InfrastructureFault):
-    """An engine or a retriever did not answer within its deadline, restarts included."""
 
 
 class Pool:

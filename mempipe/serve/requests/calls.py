@@ -20,15 +20,11 @@ from ray.serve.handle import DeploymentHandle
 
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.endpoint import Endpoint
-from mempipe.faults import InfrastructureFault, retry_pauses
+from mempipe.faults import InfrastructureFault, RoleUnavailable, retry_pauses
 from mempipe.settings import ConfigError
 from mempipe.types import Completion
 
 logger = logging.getLogger(__name__)
-
-
-class RoleUnavailable(InfrastructureFault):
-    """No replica of an engine or a retriever answered within the deadline, restarts included."""
 
 
 async def call(method: DeploymentHandle, *arguments: Any, role: str, timeout_s: float) -> Any:

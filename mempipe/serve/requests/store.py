@@ -84,7 +84,7 @@ class Session:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Document:
+class StoredDocument:
     """A long text that an agent may read."""
 
     id: str
@@ -231,13 +231,13 @@ class Store:
 
         self._run_now(release, frees=True)
 
-    async def create_document(self, owner: str) -> Document:
+    async def create_document(self, owner: str) -> StoredDocument:
         """Creates an empty document. Raises ApiError 429 when the owner has too many."""
 
-        def create(database: sqlite3.Connection) -> Document:
+        def create(database: sqlite3.Connection) -> StoredDocument:
             self._check_room(database, "documents", owner, 0)
             now = time.time()
-            document = Document(
+            document = StoredDocument(
                 id=f"doc-{secrets.token_hex(12)}", num_bytes=0, created_at=now, expires_at=now + self._lifetime_s
             )
             database.execute(
@@ -248,14 +248,14 @@ class Store:
 
         return await self._run(create)
 
-    async def append(self, document_id: str, owner: str, piece: bytes, *, start: int | None) -> Document:
+    async def append(self, document_id: str, owner: str, piece: bytes, *, start: int | None) -> StoredDocument:
         """Adds a piece at the end.
 
         `start`, where it is given, is the byte that the piece begins at, so that a piece that is sent again is not
         added again. Raises ApiError 404, 409 for another start, 413 for a document that is too long.
         """
 
-        def append(database: sqlite3.Connection) -> Document:
+        def append(database: sqlite3.Connection) -> StoredDocument:
             document = _document(database, document_id, owner)
             if start is not None and start != document.num_bytes:
                 sent = _piece_at(database, document_id, start)
@@ -276,7 +276,7 @@ class Store:
 
         return await self._run(append)
 
-    async def document(self, document_id: str, owner: str) -> Document:
+    async def document(self, document_id: str, owner: str) -> StoredDocument:
         """Raises ApiError 404."""
         return await self._run(lambda database: _document(database, document_id, owner))
 
@@ -497,8 +497,8 @@ def _session(database: sqlite3.Connection, session_id: str, owner: str) -> Sessi
     return Session(**_row(database, "sessions", _SESSION, session_id, owner))
 
 
-def _document(database: sqlite3.Connection, document_id: str, owner: str) -> Document:
-    return Document(**_row(database, "documents", _DOCUMENT, document_id, owner))
+def _document(database: sqlite3.Connection, document_id: str, owner: str) -> StoredDocument:
+    return StoredDocument(**_row(database, "documents", _DOCUMENT, document_id, owner))
 
 
 def _row(database: sqlite3.Connection, table: str, columns: str, item_id: str, owner: str) -> dict[str, Any]:
