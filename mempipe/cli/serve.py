@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -109,8 +111,14 @@ def _mcp(arguments: argparse.Namespace) -> None:
         from mempipe.serve.agent import served_agent
         from mempipe.serve.local import free_port
 
-        with served_agent(settings, host="127.0.0.1", port=free_port()) as (url, _):
+        with served_agent(settings, host="127.0.0.1", port=free_port(), finishes=False) as (url, _):
+            print(f"serving {arguments.source} at {url} until the MCP client ends", file=sys.stderr)
             pass_on(url, stdout)
+            # Two seconds after the end of standard input, clients send SIGTERM, which would interrupt the end.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Two seconds later they send SIGKILL, and Python needs up to five seconds to unload its modules on a busy machine.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _ask(arguments: argparse.Namespace) -> int:

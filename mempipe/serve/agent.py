@@ -180,8 +180,11 @@ def _wait_until_drained(timeout_s: float) -> None:
 
 
 @contextmanager
-def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[tuple[str, LocalService]]:
-    """Serves on a local Ray cluster until the end of the block; yields its address and the service.
+def served_agent(
+    settings: dict[str, Any], *, host: str, port: int, finishes: bool = True
+) -> Iterator[tuple[str, LocalService]]:
+    """Serves on a local Ray cluster until the end of the block; yields its address and the service. It then `finishes`
+    the requests in flight, unless nobody waits for them.
 
     Raises ConfigError before anything starts: for wrong settings, too little memory, a port that is taken, a host that
     other machines reach without API keys, and a RAY_ADDRESS.
@@ -199,7 +202,7 @@ def served_agent(settings: dict[str, Any], *, host: str, port: int) -> Iterator[
         strangers.VARIABLE: keys,
     }
     service = LocalService(served)
-    with local_serve(NAME, host=host, port=port) as url:
+    with local_serve(NAME, host=host, port=port, finishes=finishes) as url:
         service.deploy(served)
         yield url, service
 

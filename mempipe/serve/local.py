@@ -20,16 +20,18 @@ START_AGAIN = "The service has ended; run the same command to start it again"
 
 
 @contextmanager
-def local_serve(name: str, *, host: str, port: int) -> Iterator[str]:
-    """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address. Its log files
-    are bounded by SERVICE_LOGS, unless the user has set these variables."""
+def local_serve(name: str, *, host: str, port: int, finishes: bool = True) -> Iterator[str]:
+    """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address. At the end it
+    `finishes` the requests in flight. Its log files are bounded by SERVICE_LOGS, unless the user has set these
+    variables."""
     for variable, value in SERVICE_LOGS.items():
         os.environ.setdefault(variable, value)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with connected("", name=name, if_lost=START_AGAIN):
         serve.start(http_options={"host": host, "port": port}, logging_config=NO_ACCESS_LOG)
         yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
-        _end_applications()
+        if finishes:
+            _end_applications()
 
 
 def free_port() -> int:

@@ -14,6 +14,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -26,10 +27,12 @@ from typing import Any
 from unittest.mock import patch
 
 import httpx
+import mcp.client.stdio
 import openai
 import psutil
 import pytest
 import ray
+from mcp import Client, StdioServerParameters
 from prometheus_client.parser import text_string_to_metric_families
 from ray import serve
 from standins import ANSWER, completions_server
@@ -142,6 +145,51 @@ def test_a_service_whose_cluster_is_killed_says_so_within_seconds_and_leaves_not
         assert not scratch.exists()
         assert marked.survivors() == []
         assert time.monotonic() - killed < 3 * LOST_S
+
+
+async def test_an_mcp_client_starts_the_tools_of_a_run_and_ends_them_with_itself(
+    world, finished, tmp_path, monkeypatch, caplog
+):
+    """With the client of the SDK, which sends SIGTERM two seconds after the end of standard input. Only its SIGKILL two
+    seconds later is put off: the machine may be busy."""
+    monkeypatch.setattr(mcp.client.stdio, "FORCE_KILL_TIMEOUT", TIMEOUT_S)
+    marked, question, other = Marked(), "who ?", "where ?"
+    log = tmp_path / "stderr"
+    with completions_server() as url, tempfile.TemporaryDirectory(dir="/tmp") as temporary, log.open("w") as stderr:
+        endpoint = [f"endpoint.url={url}", "endpoint.model=other", f"endpoint.tokenizer={world.model.path}"]
+        command = ["-m", "mempipe.cli", "mcp", str(finished), *endpoint, f"state={tmp_path}"]
+        environment = {**marked.environment, "TMPDIR": temporary}
+        parameters = StdioServerParameters(command=sys.executable, args=command, env=environment)
+        try:
+            async with Client(mcp.client.stdio.stdio_client(parameters, errlog=stderr)) as client:
+                tools = {tool.name for tool in (await client.list_tools()).tools}
+
+                async def call(tool: str, **arguments: Any) -> dict[str, Any]:
+                    result = await client.call_tool(tool, arguments)
+                    assert not result.is_error, result.content
+                    return result.structured_content or {}
+
+                alone = await call("ask", question=question)
+                first = await call("ask", question=question, session="new")
+                second = await call("ask", question=other, session=first["session"])
+                found = await call("search", query=question, num_passages=2)
+                document = (await call("upload_document", text="Märchen"))["document"]
+                read = await call("read_document", document=document, start=1)
+                assert len(marked.processes()) > 3  # Ray's
+            assert tools == {"ask", "search", "upload_document", "read_document"}
+            assert (alone["answer"], alone["session"]) == (ANSWER, None)
+            assert second["memory"].splitlines()[-2:] == [f"{question} {ANSWER}", f"{other} {ANSWER}"]
+            partition = main_partition(read_questions(world.data.validation))
+            assert [each["id"].partition("/")[0] for each in found["passages"]] == 2 * [partition]
+            assert (read["text"], read["next_start"]) == ("ärchen", None)
+            assert marked.survivors() == []
+            assert list(Path(temporary).iterdir()) == []
+        finally:
+            marked.end()
+    assert "Failed to parse" not in caplog.text  # what the SDK says of a line that is not of the protocol
+    told = log.read_text()
+    assert f"serving {finished} at http://127.0.0.1:" in told
+    assert not [word for word in ("Traceback", "interrupted", "raylet") if word in told]
 
 
 @pytest.fixture(scope="module")
