@@ -489,7 +489,7 @@ def test_all_attempts_are_in_an_answer(service):
     assert max(service.engine.limits) <= 50 and len(set(service.engine.seeds)) == 3
 
 
-# Clients of others. LiteLLM is in no extra, since it wants an older huggingface-hub than the rest.
+# A client of others that the extra `dev` has; `make test-clients` tries those that need separate environments.
 
 
 def test_langchain_works_with_a_system_message_and_a_token_limit(service):
@@ -503,20 +503,6 @@ def test_langchain_works_with_a_system_message_and_a_token_limit(service):
     assert "".join(chunk.content for chunk in model.stream(said)) == GOLD
     service.engine.says[:] = [box("yes")]
     assert model.invoke([*said, reply, ("human", "is that so?")]).content == "yes"
-
-
-def test_litellm_works_with_a_system_message_and_a_token_limit(service, monkeypatch):
-    monkeypatch.setenv("LITELLM_LOCAL_MODEL_COST_MAP", "true")  # it would fetch one from elsewhere when imported
-    litellm = pytest.importorskip("litellm", reason="litellm is not installed: it needs an environment of its own")
-    asked = {"model": "openai/tiny", "api_base": f"{service.url}/v1", "api_key": "none", "max_tokens": 60, "seed": 1}
-    said = [{"role": "system", "content": "be brief"}, user()]
-    reply = litellm.completion(messages=said, **asked)
-    assert reply.choices[0].message.content == GOLD
-    chunks = litellm.completion(messages=said, stream=True, **asked)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == GOLD
-    service.engine.says[:] = [box("yes")]
-    again = litellm.completion(messages=[*said, reply.choices[0].message.model_dump(), user("so?")], **asked)
-    assert again.choices[0].message.content == "yes"
 
 
 @pytest.mark.parametrize("num_others", [1, 3])
