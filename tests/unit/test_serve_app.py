@@ -39,6 +39,7 @@ from mempipe.loader import load_config
 from mempipe.rollout import make_agent
 from mempipe.serve.http.keys import new_key
 from mempipe.serve.requests.journal import route_of
+from mempipe.serve.requests.store import Store
 from mempipe.types import SearchResult
 
 PROMPTS = Path(__file__).parents[2] / "mempipe" / "agents" / "prompts"
@@ -667,6 +668,20 @@ def test_a_post_that_is_sent_again_with_its_key_is_answered_once(service):
         assert ask_with("e").status_code == 409
         service.engine.go_on.set()
         assert slow.result().status_code == 200
+
+
+def test_a_reply_that_was_read_is_kept_already(service, monkeypatch):
+    end_reply = Store.end_reply
+
+    async def late(self: Store, *arguments: Any) -> None:
+        await asyncio.sleep(0.2)
+        await end_reply(self, *arguments)
+
+    monkeypatch.setattr(Store, "end_reply", late)
+    for body in {"question": TWO_HOPS.text}, {"question": TWO_HOPS.text, "stream": True}:
+        headers = {"idempotency-key": f"k{len(body)}"}
+        first, again = (httpx.post(f"{service.url}/v1/answer", json=body, headers=headers) for _ in range(2))
+        assert (again.status_code, again.text) == (200, first.text)
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/", "/v1/models", "/openapi.json"])

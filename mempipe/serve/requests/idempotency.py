@@ -26,7 +26,9 @@ _NOT_KEPT = (401, 403, 408, 409, 429)
 
 
 class Idempotency:
-    """Middleware behind the gate, which has read the body. Streams are kept as a whole."""
+    """Middleware behind the gate, which has read the body. Streams are kept as a whole. A reply ends when it is kept:
+    who has read it and sends the request again gets it.
+    """
 
     def __init__(self, app: ASGIApp, *, store: Store) -> None:
         self._app = app
@@ -63,30 +65,39 @@ class Idempotency:
         finally:
             with suppress(ApiError):  # on a full disk the request can be sent again under another key
                 await asyncio.shield(self._store.end_reply(owner, key, recorder.reply()))
+        await recorder.end()
 
 
 class _Recorder:
-    """Passes a response on and notes it."""
+    """Passes a response on and notes it, and keeps its last message back until `end`."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
         self._status = 0
         self._headers: list[list[str]] = []
         self._body = bytearray()
-        self._is_whole = False
+        self._last: Message | None = None
 
     async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._status = message["status"]
             self._headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in message["headers"]]
-        elif message["type"] == "http.response.body" and len(self._body) <= MAX_BYTES:
-            self._body += message.get("body", b"")
-            self._is_whole = not message.get("more_body", False)
+        elif message["type"] == "http.response.body":
+            if len(self._body) <= MAX_BYTES:
+                self._body += message.get("body", b"")
+            if not message.get("more_body", False):
+                self._last = message
+                return
         await self._send(message)
+
+    async def end(self) -> None:
+        """Sends the last message, if there was one."""
+        if self._last is not None:
+            await self._send(self._last)
 
     def reply(self) -> StoredReply | None:
         """Returns the response; None for one that is not to be kept."""
         is_final = self._status < 500 and self._status not in _NOT_KEPT
-        if not self._is_whole or not is_final or len(self._body) > MAX_BYTES:
+        if self._last is None or not is_final or len(self._body) > MAX_BYTES:
             return None
         return StoredReply(status=self._status, headers=self._headers, body=bytes(self._body))
