@@ -182,6 +182,11 @@ def test_what_cannot_be_had_is_refused_by_name(service, name):
     assert refused.value.type == "invalid_request_error"
 
 
+def test_of_tools_and_a_choice_among_them_the_tools_are_refused(service):
+    fields = {name: REFUSED[name] for name in ("tool_choice", "tools")}
+    assert send(service, **fields).json()["error"]["param"] == "tools"
+
+
 def test_a_token_limit_bounds_every_message_of_the_policy(service):
     assert content_of(send(service, max_tokens=30)) == GOLD
     assert set(service.engine.limits) == {30}

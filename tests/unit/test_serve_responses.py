@@ -223,6 +223,12 @@ def test_a_conversation_lists_what_it_does_not_keep(service):
     assert IGNORED not in httpx.post(f"{service.url}/v1/conversations", timeout=30).headers
 
 
+def test_a_wrong_item_of_a_conversation_is_named(service):
+    body = {"items": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "a"}]}
+    refused = httpx.post(f"{service.url}/v1/conversations", json=body, timeout=30)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "items.1")
+
+
 def test_a_response_belongs_to_its_key(tokenizer, tmp_path):
     (key, record), (other, second) = new_key("ann"), new_key("bob")
     service = build_service(tokenizer, tmp_path, keys=[record, second])

@@ -109,7 +109,8 @@ class ExtendedBody(RequestBody):
 
 def refuse_unsupported(request: BaseModel) -> None:
     """Raises ApiError 400 for a field without a meaning here that asks for what the service cannot do."""
-    for name in sorted(unread(request) & IDLE.keys()):
+    # A tool_choice comes last: without tools there is none to choose, so the message should be about the tools.
+    for name in sorted(unread(request) & IDLE.keys(), key=lambda name: (name == "tool_choice", name)):
         value, values = getattr(request, name), IDLE[name]
         if value is None or value in values:
             continue

@@ -52,7 +52,7 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
     if len([each for each in named if each is not None]) > 1:
         message = "give one of conversation, previous_response_id and mempipe.session"
         raise ApiError(400, message, param="previous_response_id" if named[1] else "conversation")
-    memory, messages, unknown = _read_items(request.input)
+    memory, messages, unknown = _read_items(request.input, "input")
     said = [message for message in messages if message.role not in INSTRUCTIONS]
     if not said or said[-1].role != "user" or not said[-1].content.strip():
         raise ApiError(400, "input: the last item is the question, of role 'user' and not blank", param="input")
@@ -88,7 +88,7 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
 
 def read_items(items: Sequence[InputItem]) -> tuple[str, list[str]]:
     """Returns items of an earlier conversation as a memory, and the names of skipped items. Raises ApiError 400."""
-    memory, messages, unknown = _read_items(items)
+    memory, messages, unknown = _read_items(items, "items")
     said = [each for each in messages if each.role not in INSTRUCTIONS]
     unknown |= {each.role for each in messages if each.role in INSTRUCTIONS}
     return remembered(memory or "", said) or "", of_messages("items", (), unknown)
@@ -110,26 +110,28 @@ def remembered(memory: str, messages: Sequence[ChatMessage]) -> str | None:
     return "\n".join(filter(None, (memory, history(messages)))) or None
 
 
-def _read_items(items: Sequence[InputItem]) -> tuple[str | None, list[ChatMessage], set[str]]:
-    """Returns the last memory among the items, the messages that it does not cover, and the types that are not read.
+def _read_items(items: Sequence[InputItem], name: str) -> tuple[str | None, list[ChatMessage], set[str]]:
+    """Returns the last memory among the items, the messages that it does not cover, and the types that are not read;
+    `name` is the field that holds the items.
 
     A memory covers all that came before the question in whose turns it was written.
     """
     memory: str | None = None
     messages, unread = list[ChatMessage](), set[str]()
     for index, item in enumerate(items):
+        where = f"{name}.{index}"
         if item.type == "message":
-            messages.append(_message({"role": item.role, "content": item.content}, index))
+            messages.append(_message({"role": item.role, "content": item.content}, where))
         elif item.type in _CALLS:
             call = {"function": {"name": item.name, "arguments": item.arguments or item.input}}
-            messages.append(_message({"role": "assistant", "tool_calls": [call]}, index))
+            messages.append(_message({"role": "assistant", "tool_calls": [call]}, where))
         elif item.type in _OUTPUTS:
-            messages.append(_message({"role": "tool", "content": item.output}, index))
+            messages.append(_message({"role": "tool", "content": item.output}, where))
         elif item.type == "item_reference":
-            message = f"input.{index} is an item_reference; give the response as previous_response_id, or whole items"
-            raise ApiError(400, message, param=f"input.{index}")
+            message = f"{where} is an item_reference; give the response as previous_response_id, or whole items"
+            raise ApiError(400, message, param=where)
         elif item.type == "reasoning" and (item.id or "").startswith(MEMORY):
-            if (written := _summary(item, index)) is not None:
+            if (written := _summary(item, where)) is not None:
                 orders = [message for message in messages if message.role in INSTRUCTIONS]
                 memory, messages = written, orders + _since_the_last_question(messages)
         elif item.type != "reasoning" or not (item.id or "").startswith(THOUGHT):
@@ -137,26 +139,26 @@ def _read_items(items: Sequence[InputItem]) -> tuple[str | None, list[ChatMessag
     return memory, messages, unread
 
 
-def _message(fields: dict[str, Any], index: int) -> ChatMessage:
+def _message(fields: dict[str, Any], where: str) -> ChatMessage:
     try:
         return ChatMessage.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(["input", str(index), *map(str, first["loc"])])
+        where = ".".join([where, *map(str, first["loc"])])
         reason = first["ctx"]["error"] if first["type"] == "value_error" else first["msg"]
         raise ApiError(400, f"{where}: {reason}", param=where) from error
 
 
-def _summary(item: InputItem, index: int) -> str | None:
+def _summary(item: InputItem, where: str) -> str | None:
     """Returns the memory of a reasoning item; None where the turn wrote none."""
     if item.summary in (None, []):
         return None
     parts = item.summary if isinstance(item.summary, list) else [None]
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not all(isinstance(text, str) for text in texts):
-        where = f"input.{index}.summary"
+        where = f"{where}.summary"
         raise ApiError(400, f"{where} holds no texts; send the item as the service gave it", param=where)
-    return _message({"role": "user", "content": "\n".join(map(str, texts))}, index).content
+    return _message({"role": "user", "content": "\n".join(map(str, texts))}, where).content
 
 
 def _since_the_last_question(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
