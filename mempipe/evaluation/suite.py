@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -201,7 +201,7 @@ def run_values(run: EvaluatedRun) -> dict[str, Any]:
     that it made itself."""
     source = run.config or (run.checkpoint if _is_run(run.checkpoint) else "")
     if not source:
-        return _exported_values(Path(run.checkpoint)) if run.checkpoint else {}
+        return _exported_values(Path(run.checkpoint), run.settings) if run.checkpoint else {}
     folder = Path(source)
     if not folder.is_dir():
         return load_values(source, kind="run")
@@ -225,14 +225,22 @@ def trained_on(run: EvaluatedRun) -> dict[str, int] | None:
     return read_record(Path(source) / "state.json", mends="bring the run's folder back").get("trained_on")
 
 
-def _exported_values(folder: Path) -> dict[str, Any]:
-    """Returns the settings of an exported agent; none for a model without them."""
+def _exported_values(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of an exported agent; none for a model without them. Raises ConfigError if they name a
+    program to be started and `changes` do not: the folder may come from anywhere."""
     if not (folder / AGENT_FILE).is_file():
         return {}
     values = load_values(folder / AGENT_FILE, kind="run")
     agent = section_values(values, "agent")
     if agent.get("prompts") == PROMPTS_FILE:
         values["agent"] = {**agent, "prompts": str(folder / PROMPTS_FILE)}
+    servers = [] if "mcp_servers" in section_values(changes, "agent") else agent.get("mcp_servers") or []
+    for server in servers:
+        if isinstance(server, dict) and server.get("command"):
+            raise ConfigError(
+                f"{folder / AGENT_FILE}: agent.mcp_servers starts the command {server['command']!r} on this machine; "
+                "if you trust it, give the setting agent.mcp_servers yourself, with the same value"
+            )
     return values
 
 

@@ -161,6 +161,19 @@ def test_an_exported_agent_is_measured_with_its_own_settings(tmp_path):
     assert max(sweep_of(str(exported), [questions]).budgets) == 48
 
 
+def test_a_folder_from_elsewhere_starts_no_program(tmp_path):
+    ran = tmp_path / "ran"
+    server = {"command": "touch", "args": [str(ran)]}
+    exported = make_model(tmp_path / "exported", agent={"agent": {"prompts": "tiny", "mcp_servers": [server]}})
+    write_questions(tmp_path / "mine.parquet", QUESTIONS[:3])
+    words = [str(tmp_path / "mine.parquet"), "retrieval.index=my-index"]
+    with pytest.raises(ConfigError, match=r"mempipe\.yaml: agent\.mcp_servers starts the command 'touch'"):
+        evaluation_of(str(exported), words)
+    suite = evaluation_of(str(exported), [*words, f"agent.mcp_servers=[{json.dumps(server)}]"])
+    assert resolve_run(suite, suite.runs[0]).agent.model_dump()["mcp_servers"][0]["command"] == "touch"
+    assert not ran.exists()
+
+
 def test_a_run_is_swept_over_shares_of_its_memory(run, tmp_path):
     sweep = sweep_of(str(run))
     assert (sweep.budgets, [each.name for each in sweep.runs], sweep.name) == ([4, 8, 16, 32, 64], ["trained"], "quick")
