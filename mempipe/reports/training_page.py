@@ -94,6 +94,20 @@ _SMALL_CHARTS = [
     ),
 ]
 _LINE_STYLES = ("after", "history", "extra")
+_BY_TURN = {
+    "kept_rate": ("Facts kept by turn", "Share of the needed facts found in a turn that its memory took."),
+    "lost_rate": ("Facts lost by turn", "Share of the needed facts in a memory that the next one lacks."),
+    "answer_in_memory": ("Answer in memory by turn", "Share of the memories that hold a gold answer."),
+    "irrelevant_rate": (
+        "Irrelevant words by turn",
+        "Share of a memory's words that are neither in the question nor in the needed passages that were read.",
+    ),
+    "contradiction_rate": (
+        "Contradictions by turn",
+        "Share of a memory's statements about needed facts that do not hold the fact's value.",
+    ),
+}
+"""Title and text of the chart of each rate that turns have."""
 _MOST_TURNS = 1024
 
 
@@ -120,7 +134,7 @@ def render_page(data: ReportData, numbers: Numbers) -> str:
             _section(
                 "What reinforcement learning repaired",
                 _memory_chart(numbers),
-                _kept_by_turn_chart(numbers),
+                *(_by_turn_chart(numbers, rate) for rate in _BY_TURN),
                 _end_chart(numbers),
             ),
             _section("A bounded context", _context_chart(data), _memory_size_chart(data)),
@@ -269,20 +283,18 @@ def _memory_chart(numbers: Numbers) -> Figure | None:
     return _figure("Memory quality", chart, _BEFORE_AFTER, text)
 
 
-def _kept_by_turn_chart(numbers: Numbers) -> Figure | None:
-    groups = []
+def _by_turn_chart(numbers: Numbers, rate: str) -> Figure | None:
+    (title, text), groups = _BY_TURN[rate], []
     for turns in dict.fromkeys(row_label(first_of_row(turn)) for turn in range(1, _MOST_TURNS)):
-        name = turn_name("kept_rate", turns)
+        name = turn_name(rate, turns)
         counts = [numbers[f"{name}_{end}_cases"] for end in ("start", "end") if f"{name}_{end}_cases" in numbers]
         if bars := _pair(numbers, name):
             note = f"of {' → '.join(f'{count:,}' for count in counts)}"
             groups.append(BarGroup(label=f"turn {turns}", note=note, bars=bars))
     if len(groups) < 2:
         return None
-    title = "Facts kept by turn"
     chart = bar_chart(groups, title=f"{title}, before and after", y_max=1.0)
-    text = "Share of the needed facts found in a turn that its memory took. Whiskers are 95 % intervals."
-    return _figure(title, chart, _BEFORE_AFTER, text)
+    return _figure(title, chart, _BEFORE_AFTER, f"{text} Whiskers are 95 % intervals.")
 
 
 def _end_chart(numbers: Numbers) -> Figure | None:

@@ -190,6 +190,8 @@ def test_facts_kept_are_counted_and_drawn_by_turn():
     assert numbers["kept_rate_turn_1_end_low"] == wilson_interval(4, 4).low
     page = render_page(data, numbers)
     assert "Facts kept by turn" in page and "of 4 → 4" in page and "turn 2" in page
+    assert "Answer in memory by turn" in page and "Irrelevant words by turn" in page
+    assert "Facts lost by turn" not in page, "the first memory has nothing to lose"
     assert "Facts kept by turn" not in render_page(make_data(), summarise(make_data())), "one turn is no curve"
 
 
