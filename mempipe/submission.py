@@ -1,7 +1,7 @@
-"""`mempipe submit`: a config that was checked on this machine, as a Ray job for a cluster.
+"""`mempipe submit`: a config that was checked on this machine, as a Ray job for a cluster, or as a service of it.
 
 The folder in which the command is started is the working directory that Ray ships. Nothing here imports Ray: the job
-server of the cluster is `mempipe.actors.job_server`.
+server of the cluster is `mempipe.actors.job_server`, its services are `mempipe.actors.deployments`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import yaml
 
 from mempipe.checks.findings import Finding, refuse, refused
 from mempipe.credentials import without_passwords
-from mempipe.kinds import BUILT_IN, JobKind
+from mempipe.kinds import BUILT_IN, JobKind, kind_of
 from mempipe.loader import load_job, read_values
 from mempipe.runs import Resume
 from mempipe.settings import ConfigError, Section
@@ -71,8 +71,15 @@ class Cluster:
 
     def ray_job(self, verb: str, *words: str) -> str:
         """Returns the `ray job` command for this cluster, as a shell takes it."""
+        return self._command("ray job", verb, *words)
+
+    def serve(self, verb: str, *words: str) -> str:
+        """Returns the `serve` command for this cluster, as a shell takes it."""
+        return self._command("serve", verb, *words)
+
+    def _command(self, program: str, verb: str, *words: str) -> str:
         variables = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
-        line = [*variables, "ray job", verb, shlex.join(["--address", self.address, *words])]
+        line = [*variables, program, verb, shlex.join(["--address", self.address, *words])]
         return without_passwords(" ".join(line))
 
     def submission(self, job: Job) -> str:
@@ -157,6 +164,23 @@ def checked_job(path: str, overrides: Sequence[str] = (), *, resume: Resume = "n
         entrypoint=_entrypoint(command, Path(path), folder, [*overrides, *_RESUME_FLAG[resume]]),
         unchecked=tuple(map(without_passwords, unchecked)),
     )
+
+
+def is_service(path: str) -> bool:
+    """Returns whether a file is a Ray Serve config of mempipe's services. Raises ConfigError as `load_job` does."""
+    if Path(path).is_dir():
+        return False
+    kind = kind_of(read_values(path))
+    return kind is not None and not kind.main
+
+
+def checked_service(path: str) -> tuple[str, ...]:
+    """Makes the checks of the service that a Ray Serve config deploys; returns the findings about paths that only the
+    cluster may have. Raises ConfigError for everything else that is wrong."""
+    kind, config = load_job(path)
+    findings = _fatal_findings(kind, config, "never")
+    refuse(finding for finding in findings if not _is_elsewhere(finding))
+    return tuple(without_passwords(finding.text) for finding in findings)
 
 
 def _check_places(config: Section, folder: Path) -> None:

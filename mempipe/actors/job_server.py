@@ -1,13 +1,8 @@
-"""The job server of a Ray cluster: takes a job, follows its log, and returns its exit code.
-
-Ray finds the token by itself (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH, ~/.ray/auth_token). It is never read here.
-"""
+"""The job server of a Ray cluster: takes a job, follows its log, and returns its exit code."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import os
 import shlex
 import signal
 from collections import Counter
@@ -15,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from mempipe.actors.dashboard import connected, prepare, short
 from mempipe.progress import say
 from mempipe.settings import ConfigError
 
@@ -24,52 +20,19 @@ MAX_PACKED_MIB = 100
 """The largest packed folder that the dashboard takes."""
 MAX_UNPACKED_MIB = 1024
 """A larger folder is refused before it is packed: packing takes minutes and does not make it ten times smaller."""
-_CHATTY = (
-    "ray.dashboard.modules.dashboard_sdk",
-    "ray.dashboard.modules.job.sdk",
-    "ray._private.authentication",
-    "ray._private.runtime_env.packaging",
-    "ray._private.runtime_env.working_dir",
-)
 
 
 class JobServer:
     """A connection to the job server of one cluster."""
 
     def __init__(self, address: str, *, environment: Mapping[str, str]) -> None:
-        """`address` is that of the dashboard, and `environment` holds what Ray's client reads: RAY_AUTH_MODE. Ray reads
-        it once, so this process must not have used Ray before.
-
-        Raises ConfigError when the token is missing or another one, when the server is not Ray's, and when the cluster
-        has another version of Ray.
-        """
-        os.environ.update({**environment, "RAY_API_SERVER_ADDRESS": address})  # which overrules the client's argument
-        import ray
-        from ray.exceptions import AuthenticationError
+        """`address` is that of the dashboard; `environment` as for `mempipe.actors.dashboard.prepare`. Raises
+        ConfigError as `connected` does."""
+        prepare(address, environment)
         from ray.job_submission import JobSubmissionClient
 
-        for name in _CHATTY:
-            logging.getLogger(name).setLevel(logging.ERROR)
         self._address = address
-        try:
-            self._client: Any = JobSubmissionClient(address)
-        except AuthenticationError as error:
-            is_refused = str(error).startswith("Authentication failed")  # status 403
-            what = "does not accept the token of this machine" if is_refused else "asks for a token, and there is none"
-            raise ConfigError(
-                f"the cluster at {address} {what}; put the cluster's token into ~/.ray/auth_token or into a file that "
-                "RAY_AUTH_TOKEN_PATH names"
-            ) from error
-        except (OSError, RuntimeError, ValueError, LookupError) as error:
-            raise ConfigError(
-                f"{address} does not answer as the job server of a Ray cluster ({_short(error)})"
-            ) from error
-        theirs, ours = str(self._client._server_ray_version), ray.__version__  # private: no public method returns it
-        if theirs.split(".")[:2] != ours.split(".")[:2]:
-            raise ConfigError(
-                f"the cluster at {address} runs Ray {theirs}, and mempipe is installed here with Ray {ours}; start the "
-                f"cluster with Ray {ours}"
-            )
+        self._client = connected(JobSubmissionClient, address)
 
     def submit(self, entrypoint: Sequence[str], runtime_env: Mapping[str, Any]) -> str:
         """Uploads the working directory and submits the job; returns its id. Raises ConfigError for a folder that is
@@ -84,7 +47,7 @@ class JobServer:
         except (OSError, RuntimeError, ValueError) as error:
             if "status code 413" in str(error) or "exceeds the maximum size" in str(error):
                 raise _too_large(f"{runtime_env['working_dir']} has more") from error
-            raise LaunchError(f"the cluster at {self._address} did not take the job: {_short(error)}") from error
+            raise LaunchError(f"the cluster at {self._address} did not take the job: {short(error)}") from error
 
     def follow(self, job_id: str) -> int:
         """Prints the log of a job until the job ends; returns its exit code, 143 if it was stopped. Raises LaunchError
@@ -98,7 +61,7 @@ class JobServer:
         except BrokenPipeError:  # of this process's own output
             raise
         except (aiohttp.ClientError, OSError, RuntimeError) as error:
-            raise LaunchError(f"the connection to {self._address} was lost: {_short(error)}") from error
+            raise LaunchError(f"the connection to {self._address} was lost: {short(error)}") from error
         return _exit_code(job_id, details)
 
     async def _follow(self, job_id: str) -> Any:
@@ -146,12 +109,7 @@ def _exit_code(job_id: str, details: Any) -> int:
         say(f"{job_id} was stopped")
         return 128 + signal.SIGTERM
     if code is None:  # its entrypoint never ran, or the supervisor died
-        say(f"{job_id} failed: {_short(details.message or 'Ray gives no reason')}")
+        say(f"{job_id} failed: {short(details.message or 'Ray gives no reason')}")
         return 1
     say(f"{job_id} failed with code {code}")
     return code if code > 0 else 128 - code  # below 0: the number of a signal
-
-
-def _short(reason: object) -> str:
-    text = " ".join(str(reason).split())
-    return text if len(text) <= 300 else f"{text[:299]}…"

@@ -16,9 +16,11 @@ TAKE_RESUME = ("train", "run", "sweep")
 
 def add_commands(commands: Any) -> None:
     submit = add_command(
-        commands, "submit", _submit, "run the job of a config on a Ray cluster: CONFIG [key=value ...]"
+        commands, "submit", _submit, "run the job, or deploy the service, of a config on a Ray cluster"
     )
-    submit.add_argument("config", help="a YAML file: a training run, chain, sweep, evaluation, index or documents")
+    submit.add_argument(
+        "config", help="a YAML file: a training run, chain, sweep, evaluation, index, documents or service"
+    )
     submit.add_argument("overrides", nargs="*", default=[], help="key=value, e.g. output=/shared/runs")
     submit.add_argument(
         "--address",
@@ -26,15 +28,17 @@ def add_commands(commands: Any) -> None:
         metavar="URL",
         help="the cluster's dashboard, e.g. http://HEAD:8265 (default: RAY_API_SERVER_ADDRESS, or this machine's)",
     )
-    submit.add_argument("--no-wait", action="store_true", help="submit the job without following its log")
-    submit.add_argument("--dry-run", action="store_true", help="print the `ray job submit` command and submit nothing")
+    submit.add_argument("--no-wait", action="store_true", help="do not follow the job's log, or the service's start")
+    submit.add_argument("--dry-run", action="store_true", help="print the command of Ray and submit nothing")
     add_resume(submit)
 
 
 def _submit(arguments: argparse.Namespace) -> int:
     """Checks the config of a job, submits the job to a cluster, and ends with its exit code."""
-    from mempipe.submission import checked_job, find_cluster
+    from mempipe.submission import checked_job, find_cluster, is_service
 
+    if is_service(arguments.config):
+        return _deploy(arguments)
     job = checked_job(arguments.config, arguments.overrides, resume=arguments.resume)
     command = " ".join(job.command)
     if arguments.resume != "never" and command not in TAKE_RESUME:
@@ -63,3 +67,35 @@ def _submit(arguments: argparse.Namespace) -> int:
     except (KeyboardInterrupt, RuntimeError):
         print(f"{job_id} was not stopped\n{later}", file=sys.stderr)
         raise
+
+
+def _deploy(arguments: argparse.Namespace) -> int:
+    """Checks a Ray Serve config, deploys it on a cluster as `serve deploy` does, and ends when its applications run."""
+    from mempipe.actors.dashboard import prepare
+    from mempipe.submission import checked_service, find_cluster
+
+    if words := [*arguments.overrides, *(["--resume"] if arguments.resume != "never" else [])]:
+        raise ConfigError(f"{words[0]}: `mempipe submit` deploys {arguments.config} as it is; change the file instead")
+    cluster = find_cluster(arguments.address)
+    prepare(cluster.address, cluster.environment)  # the checks read Ray Serve's schema, and import Ray for it
+    unchecked = checked_service(arguments.config)
+    from mempipe.actors.deployments import Deployments
+    from mempipe.loader import read_values
+
+    services = Deployments(cluster.address)
+    print(cluster.serve("deploy", arguments.config), flush=True)
+    for text in unchecked:
+        say(f"the service will check on the cluster: {text}")
+    if arguments.dry_run:
+        return 0
+    names = services.deploy(read_values(arguments.config))
+    later = f"see how it is with: {cluster.serve('status')}"
+    if arguments.no_wait:
+        print(later)
+        return 0
+    try:
+        services.follow(names)
+    except (KeyboardInterrupt, RuntimeError):
+        print(f"{', '.join(names)} stay deployed\n{later}", file=sys.stderr)
+        raise
+    return 0

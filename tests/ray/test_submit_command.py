@@ -8,11 +8,16 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import counted_job
+import httpx
 import pytest
+import yaml
 
-from tools.processes import ROOT, Marked, Running, run
+from mempipe.retrieval.build import build_index
+from mempipe.types import Passage
+from tools.processes import ROOT, Marked, Running, free_ports, run
 from tools.ray_head import AUTHENTICATION, BIN, Head, ray_head
 
 TOKEN_FILE = Path(".ray", "auth_token")
@@ -125,3 +130,56 @@ def test_ctrl_c_ends_the_following_and_says_how_to_stop_the_job(place):
         assert stopped.returncode == 0 and "was stopped" in stopped.stdout + stopped.stderr
     finally:
         marked.end()
+
+
+def test_a_service_is_deployed_however_the_cluster_authenticates(place, tmp_path):
+    build_index([Passage(id="1", title="Lima", text="Lima is the capital of Peru.")], tmp_path / "index", lexical=True)
+    (port,) = free_ports(1)
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(service_of(tmp_path / "index", port=port)))
+    done = place.submit(str(file))
+    assert done.returncode == 0, done.stdout + done.stderr
+    line, *_ = done.stdout.splitlines()
+    state, address = f"RAY_AUTH_MODE={place.state}", place.head.dashboard
+    assert line == f"{state} RAY_API_SERVER_ADDRESS={address} serve deploy --address {address} {file}"
+    assert done.stdout.splitlines()[-1].endswith("retrieval: running")
+    found = httpx.post(f"http://127.0.0.1:{port}/search", json={"query": "the capital of Peru"}, timeout=60)
+    assert found.status_code == 200 and "Lima" in found.text
+    marked = place.client()
+    try:
+        status = line.removesuffix(str(file)).replace("serve deploy", "serve status")
+        again = run(["sh", "-c", status], marked=marked, cwd=tmp_path)
+    finally:
+        marked.end()
+    assert "RUNNING" in again.stdout, again.stdout + again.stderr
+
+
+@of_one_state
+@pytest.mark.jobs
+def test_a_service_that_cannot_run_on_the_cluster_is_said_in_a_sentence(place, tmp_path):
+    file = tmp_path / "service.yaml"
+    file.write_text(yaml.safe_dump(service_of(tmp_path / "nowhere", port=free_ports(1)[0])))
+    done = place.submit(str(file))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "the service will check on the cluster: " in done.stdout and str(tmp_path / "nowhere") in done.stdout
+    assert "retrieval does not run: " in done.stderr and "Traceback" not in done.stdout + done.stderr
+    assert "serve status --address" in done.stderr
+
+
+def test_a_wrong_service_is_refused_before_anything_is_sent(place, tmp_path):
+    file = tmp_path / "service.yaml"
+    config = service_of(tmp_path / "nowhere", port=8000)
+    config["applications"][0]["args"]["num_passages"] = 0
+    file.write_text(yaml.safe_dump(config))
+    done = place.submit(str(file))
+    assert (done.returncode, done.stdout) == (2, "") and "num_passages" in done.stderr
+    done = place.submit(str(file), "num_passages=1")
+    assert done.returncode == 2 and "deploys" in done.stderr and "change the file" in done.stderr
+
+
+def service_of(index: Path, *, port: int) -> dict[str, Any]:
+    """The shipped config of a retrieval service with another index and port."""
+    config = yaml.safe_load((ROOT / "jobs" / "configs" / "retrieval_service.yaml").read_text())
+    config["http_options"]["port"] = port
+    config["applications"][0]["args"] = {"index": str(index), "num_replicas": 1}
+    return config

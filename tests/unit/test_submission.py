@@ -353,7 +353,7 @@ def with_token(headers: Any) -> tuple[int, Any]:
             "",
             f"runs Ray 2.9.3, and mempipe is installed here with Ray {ray.__version__}",
         ),
-        ({}, "", "does not answer as the job server of a Ray cluster (Version check returned 404"),
+        ({}, "", "does not answer as the dashboard of a Ray cluster (Version check returned 404"),
     ],
 )
 def test_what_keeps_a_cluster_from_taking_a_job_is_said_in_a_sentence(folder, tmp_path, replies, token, said):
