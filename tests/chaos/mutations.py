@@ -433,19 +433,20 @@ def _run(folder: Path) -> list[Specimen]:
 
 def _made(folder: Path) -> list[Specimen]:
     """What the builds of questions and documents keep about themselves."""
+    from mempipe.masking.config import ClozeConfig
+    from mempipe.masking.documents import DocumentsConfig
     from mempipe.storage.json_files import write_object
     from pipelines import build_cloze, build_memtrain
 
-    settings = {"corpus": "wiki.jsonl", "finder": "rules", "seed": 3}
-    write_object(folder / build_cloze.MANIFEST, {"settings": settings, "counts": {"questions": 12}})
+    questions, facts = ClozeConfig(seed=3), {"corpus": "wiki.jsonl", "finder": "rules"}
+    documents, settings = DocumentsConfig(index="index", tokenizer="tiny"), folder / build_memtrain.SETTINGS
+    made_with = questions.model_dump(mode="json") | facts
+    write_object(folder / build_cloze.MANIFEST, {"settings": made_with, "counts": {"questions": 12}})
     summary = {"num_documents": 3, "num_held_out": 1, "ranges": {"tokens": [1, 2, 3]}, "kinds": {"person": 3}}
     write_object(folder / build_memtrain.SUMMARY, summary | {"rejected": {}})
-    write_object(folder / build_memtrain.SETTINGS, settings)
+    build_memtrain._check_same(settings, documents, finder="rules")
     return [
-        Specimen(folder / build_cloze.MANIFEST, lambda: build_cloze._finished(folder, settings)),
+        Specimen(folder / build_cloze.MANIFEST, lambda: build_cloze._finished(folder, questions, facts)),
         Specimen(folder / build_memtrain.SUMMARY, lambda: build_memtrain.describe(folder)),
-        Specimen(
-            folder / build_memtrain.SETTINGS,
-            lambda: build_memtrain._check_same(folder / build_memtrain.SETTINGS, settings),
-        ),
+        Specimen(settings, lambda: build_memtrain._check_same(settings, documents, finder="rules")),
     ]
