@@ -35,7 +35,7 @@ except ClusterLost as error:
     sys.exit(1)
 """
 WAITS = "ray.get(never)"
-PUTS = "while True: time.sleep(0.2), ray.put(np.zeros(300_000))"
+PUTS = "while True: time.sleep(1.0), ray.put(np.zeros(300_000))"
 """Ray ends a process that puts an object into the store of a raylet that is gone, without a word."""
 
 
