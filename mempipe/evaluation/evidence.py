@@ -10,8 +10,8 @@ A file names the title of every needed text; what a middle one contributes is re
                       names is the first. Any other question, such as a comparison, has no evidence
 
 Official rows and FlashRAG's (`metadata`) are read alike. A fact's passage has its title, holds its value, and has of
-several such the most words of the supporting text. A question has evidence when all its facts have passages; in part it
-would be counted wrongly.
+several such the most words of the supporting text; of equal ones it is the first. A question has evidence when all its
+facts have passages; in part it would be counted wrongly.
 """
 
 from __future__ import annotations

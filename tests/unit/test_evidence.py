@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from mempipe.cli import main
 from mempipe.data.qa import iter_rows, read_questions
 from mempipe.evaluation.causes import first_cause
-from mempipe.evaluation.evidence import Fact, add_evidence, facts_of
+from mempipe.evaluation.evidence import Fact, add_evidence, facts_of, match
 from mempipe.evaluation.memory_quality import memory_quality
 from mempipe.facts import contains_value
 from mempipe.retrieval.build import build_index
@@ -96,6 +98,17 @@ def test_the_facts_of_every_set_are_found_in_the_order_of_reading_and_matched_by
     expected = [Evidence(passage_id="a", value="Jane Austen"), Evidence(passage_id="c", value="Steventon")]
     assert question.evidence == expected and question.num_hops == 2 and question.id == "q"
     assert (matched.with_facts, matched.num_facts, matched.found_facts, matched.with_evidence) == (1, 2, 2, 1)
+
+
+def test_of_several_passages_the_one_with_most_words_of_the_text_is_matched_and_the_first_of_equal_ones():
+    short, long = "Jane Austen of Steventon, a village.", f"{AUSTEN} Steventon lies in Hampshire and has no railway."
+    fact = CHAIN[1]
+    for passages, chosen in (({"a": short, "b": long}, "b"), ({"b": long, "a": short, "c": long}, "b")):
+        rows = [{"id": key, "title": fact.title, "text": text} for key, text in passages.items()]
+        batches = [pa.RecordBatch.from_pylist([row]) for row in rows]
+        assert match([fact], batches)[fact].passage_id == chosen
+    bare = replace(fact, text="")
+    assert match([bare], batches)[bare].passage_id == "b"
 
 
 def test_a_question_of_which_one_passage_is_missing_has_no_evidence_and_the_share_is_said(tmp_path, capsys):

@@ -122,6 +122,13 @@ def test_a_missing_memory_message_loses_the_known_facts():
     assert counts.memory_turns == 1
 
 
+def test_a_fact_that_is_found_again_and_not_kept_is_lost():
+    again = attempt(turn(0, "film", before="Ann Lee", after="nothing"), end=EndReason.MAX_TURNS)
+    counts = trajectory_quality(again, QUESTION)
+    assert (counts.facts_lost, counts.facts_held, counts.facts_retrieved) == (1, 1, 0)
+    assert fact_states(again, QUESTION) == [["lost", "missing"]]
+
+
 def test_the_answering_turn_writes_no_memory_and_loses_nothing():
     counts = trajectory_quality(attempt(turn(0, before="Ann Lee Oslo")), QUESTION)
     assert counts == MemoryQuality(answers=1)
