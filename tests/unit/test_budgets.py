@@ -15,12 +15,13 @@ from result_builders import answered
 
 from mempipe.cli import main
 from mempipe.evaluation.results import ResultFolder, ResultRow, result_row
-from mempipe.evaluation.statistics import ClusteredMean, clustered_mean, difference_interval
+from mempipe.evaluation.statistics import ClusteredMean, Interval, clustered_mean, difference_interval
 from mempipe.reports.budget_figures import causes_by_budget, figures_by_hops, score_by_part
 from mempipe.reports.budgets import budget_lines, verdict, verdicts, write_budget_report
 from mempipe.reports.closing import closing_study
 from mempipe.settings import ConfigError
-from mempipe.studies.budgets import ALPHA, BudgetStudy, Verdict, study_evaluation, study_runs
+from mempipe.studies.budgets import ALPHA, BudgetStudy, Verdict, recommended, study_evaluation, study_runs
+from mempipe.studies.compare import paired_differences, shared_pairs
 from mempipe.studies.measured import MeasuredRun, ModelSize, Sets, measured_runs, pooled
 
 
@@ -243,6 +244,25 @@ def test_a_study_of_drawn_answers_calls_a_loss_of_the_margin_enough_in_five_of_a
             sets[tokens] = {"nq": rows([generator.random() < mean + 0.4 * (each - 0.5) for each in easy])}
         wrong += Verdict.ENOUGH in told(study(sets))["nq"]
     assert wrong <= 2
+
+
+def test_the_intervals_of_all_parts_and_budgets_hold_together():
+    def asked(right: float) -> Sets:
+        return {"nq": [replace(row, num_hops=1 + i % 2) for i, row in enumerate(rows(share(right, 40)))]}
+
+    def interval(first: Sets, second: Sets, number: int) -> Interval:
+        gains = paired_differences({"nq": shared_pairs(first["nq"], second["nq"])}, metric="em")
+        return difference_interval(clustered_mean([*gains.values()]), confidence=1 - ALPHA / number)
+
+    result = study({4: asked(0.4), 8: asked(0.6), 16: asked(0.7), None: asked(0.8)})
+    assert [part.label for part in result.parts] == ["nq", "nq, 1 hop", "nq, 2 hops"]
+    for part in result.parts:
+        (curve,), (reference,) = part.curves, part.references
+        *smaller, largest = curve.points
+        for point in smaller:
+            assert point.test.difference == interval(largest.measured.sets, point.measured.sets, 3 * 2)
+        chosen = recommended(curve).measured.sets
+        assert reference.differences["a"].difference == interval(reference.measured.sets, chosen, 3 * 3)
 
 
 @pytest.mark.parametrize(("number", "changed"), [(100, 0), (100, 4), (200, 0), (400, 8), (1000, 20)])

@@ -16,12 +16,18 @@ SETTINGS = {"sampling": {"temperature": 0.0}, "judge": None}
 
 
 def results(
-    folder: Path, rights: dict[str, bool], *, texts: dict[str, str] | None = None, num_samples: int = 1
+    folder: Path,
+    rights: dict[str, bool],
+    *,
+    texts: dict[str, str] | None = None,
+    aliases: dict[str, list[str]] | None = None,
+    num_samples: int = 1,
 ) -> Path:
     """A finished set: question id to whether it was answered rightly."""
     groups = []
     for key, is_right in rights.items():
-        question = Question(id=key, text=(texts or {}).get(key, f"{key}?"), golden_answers=["Nile"])
+        golds = ["Nile", *(aliases or {}).get(key, [])]
+        question = Question(id=key, text=(texts or {}).get(key, f"{key}?"), golden_answers=golds)
         attempts = [
             Trajectory(
                 id="t",
@@ -52,11 +58,11 @@ def test_means_difference_and_mcnemar_are_over_the_shared_questions(tmp_path):
 
 
 def test_a_question_that_was_asked_otherwise_is_left_out_and_counted(tmp_path):
-    a = results(tmp_path / "a" / "nq", {"1": True, "2": True})
-    b = results(tmp_path / "b" / "nq", {"1": True, "2": True}, texts={"2": "another?"})
+    a = results(tmp_path / "a" / "nq", {"1": True, "2": True, "3": True})
+    b = results(tmp_path / "b" / "nq", {"1": True, "2": True, "3": True}, texts={"2": "another?"}, aliases={"3": ["x"]})
     (nq,) = compare_runs(a, b)
-    assert (nq.num_shared, nq.num_changed) == (1, 1)
-    assert warnings(a, b, [nq]) == ["nq: questions skipped: 1 asked differently"]
+    assert (nq.num_shared, nq.num_changed) == (1, 2)
+    assert warnings(a, b, [nq]) == ["nq: questions skipped: 2 asked differently"]
 
 
 def test_all_sets_weigh_the_same_whatever_their_size(tmp_path):
