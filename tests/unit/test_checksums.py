@@ -71,7 +71,7 @@ def test_parts_of_a_joined_module_add_up_modulo_two_to_the_64():
     check_held(
         HeldWeights(
             version=3,
-            checksums={"0.qkv_proj": 5, "0.norm": 7},
+            checksums={"0.qkv_proj": 5, "0.norm": 7, "a place for an adapter": 0},
             packed_modules={"qkv_proj": ["q_proj", "k_proj", "v_proj"]},
         ),
         LEARNER,
@@ -84,6 +84,8 @@ def test_parts_of_a_joined_module_add_up_modulo_two_to_the_64():
     ("version", "checksums", "said"),
     [
         (2, {"0.qkv_proj": 5, "0.norm": 7}, "generator-1 serves weights of version 2, the learner sent 3"),
+        (4, {"0.qkv_proj": 5, "0.norm": 7}, "generator-1 serves weights of version 4, the learner sent 3"),
+        (3, {"0.qkv_proj": 5, "0.norm": 7, "0.bias": 1}, "1 of 2 checksums differ, the first that of 0.bias"),
         (3, {"0.qkv_proj": 5, "0.norm": 8}, "1 of 2 checksums differ, the first that of 0.norm"),
         (3, {"0.qkv_proj": 6, "0.norm": 8}, "2 of 2 checksums differ"),
         (3, {"other.qkv_proj": 5, "other.norm": 8}, "1 of 1 checksums differ, the first that of all tensors"),
