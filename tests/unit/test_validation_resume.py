@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -192,6 +192,33 @@ def test_promise_7_a_resumed_run_streams_no_group_that_was_trained_dropped_or_ke
     roles: Any = Roles(run.config, em=0.0, weights="w")
     train._remaining_groups(roles, QuestionTable(QUESTIONS), position, kept, admission="a")
     assert sorted(streamed) == ["0/3", "1/0", "1/1", "1/2", "1/3"]
+
+
+@pytest.mark.parametrize("is_filtered", [False, True])
+def test_promise_7_a_resumed_run_streams_the_rest_of_the_order_of_a_run_that_never_stopped(
+    tmp_path, monkeypatch, is_filtered
+):
+    """Three of eight steps are done, and a group of the fourth is kept."""
+    streamed: list[str] = []
+    monkeypatch.setattr(train, "stream_groups", lambda spec, rows, references: streamed.extend(dict(rows)))
+    algorithm = {"kl_coef": 0, "groups_per_step": 3, "filter_zero_variance": is_filtered}
+    run = Run(config(tmp_path, num_steps=8, algorithm=algorithm, data={"train": "t", "num_epochs": 3}))
+    roles: Any = Roles(run.config, em=0.0, weights="w")
+    questions = QuestionTable([replace(QUESTIONS[0], id=str(i)) for i in range(9)])
+
+    def remaining(position: Position, *kept: Any) -> list[str]:
+        streamed.clear()
+        train._remaining_groups(roles, questions, position, kept, admission="a")
+        return [*streamed]
+
+    order = remaining(Position())
+    assert len(order) == (27 if is_filtered else 8 * 3), "filtered groups are replaced as long as there are questions"
+    first, second = (
+        [group_id.removeprefix(f"{epoch}/") for group_id in order[9 * epoch : 9 * epoch + 9]] for epoch in (0, 1)
+    )
+    assert sorted(first) == sorted(second) == [str(i) for i in range(9)] and first != second
+    position = Position(step=3, trained=[order[:3], order[3:6], order[6:9]])
+    assert remaining(position, SimpleNamespace(id=order[10])) == [order[9], *order[11:]]
 
 
 @pytest.fixture
