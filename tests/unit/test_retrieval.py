@@ -379,6 +379,14 @@ def test_a_mode_for_which_the_index_has_nothing_is_refused(small, tmp_path):
 # --- words, and both
 
 
+def test_a_search_by_words_of_a_partition_returns_nothing_of_another(tmp_path):
+    build_index(make_passages(), tmp_path / "i", lexical=True)
+    queries = make_queries(20, num_passages=60, partitions=["part0", "part3", "part6"])
+    for mode in ("lexical", "fusion"):
+        for query, result in zip(queries, Retriever(tmp_path / "i", mode=mode).search(queries), strict=True):
+            assert {passage.partition for passage in result.passages} == {query.partition}
+
+
 def test_fusion_ranks_by_the_places_in_both_rankings(tmp_path):
     build_index(make_passages(), tmp_path / "i", lexical=True)
     query = Query(text="word1 word2 word3", num_passages=5, partition="part3")
