@@ -57,6 +57,7 @@ def played(
         (played((A, "Oslo"), (None, "")), Cause.STOPPED_EARLY),
         (played((A, "Oslo"), (NOTHING, "Oslo"), (NOTHING, "Oslo"), end=EndReason.MAX_TURNS), Cause.NEVER_FOUND),
         (played((A, "Oslo"), (NOTHING, "Oslo"), end=EndReason.MAX_TURNS, queries="xx"), Cause.SAME_SEARCH),
+        (played((A, "Oslo"), (B, "Oslo Ann"), (NOTHING, ""), end=EndReason.MAX_TURNS), Cause.LOST),
         (played((A, "Oslo"), (B, "Oslo Ann"), end=EndReason.INVALID_CALL), Cause.BROKEN_PROTOCOL),
         (played((A, "Oslo"), (B, ""), end=EndReason.BAD_MEMORY), Cause.BROKEN_PROTOCOL),
         (played((A, "Oslo"), (NOTHING, "x"), (B, "Ann"), end=EndReason.LENGTH), Cause.LOST),
