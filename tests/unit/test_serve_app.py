@@ -219,9 +219,9 @@ def test_several_objectives_are_asked_as_evaluations_ask_them(service):
 
 def test_confidence_is_the_share_of_attempts_with_the_answer(service):
     answers = ["Lima", "lima.", "Oslo", "Lima"]
-    service.engine.says[:] = [f"x</think>\\boxed{{ {answer}}}" for answer in answers]
-    reply = ask(service, "where?", num_samples=4, sampling={"temperature": 1.0})
-    assert (reply["answer"].strip(), reply["confidence"]) in {("Lima", 0.75), ("lima.", 0.75)}
+    service.engine.says[:] = ["no answer", *(f"x</think>\\boxed{{ {answer}}}" for answer in answers)]
+    reply = ask(service, "where?", num_samples=5, sampling={"temperature": 1.0})
+    assert (reply["answer"].strip(), reply["confidence"]) in {("Lima", 0.6), ("lima.", 0.6)}
     assert service.engine.samplings[-1] == SamplingConfig(temperature=1.0)
     service.engine.says[:] = ["nothing"] * 2
     reply = ask(service, "where?", num_samples=2, sampling={"temperature": 1.0})
@@ -231,7 +231,10 @@ def test_confidence_is_the_share_of_attempts_with_the_answer(service):
 def test_a_smaller_budget_holds_for_its_request_only(service):
     reply = ask(service, budget={"max_turns": 1})
     assert (reply["answer"], reply["end_reason"], len(reply["turns"])) == (None, "max_turns", 1)
+    with_tags = service.engine.limits[-1]
+    tags = with_tags - reply["turns"][0]["memory_limit"]
     first = ask(service, budget={"max_turns": 1, "memory_tokens": 5})["turns"][0]
+    assert service.engine.limits[-1] == 5 + tags > 5, "a message has as much room for the tags as before"
     assert first["memory_limit"] == 5 and len(first["memory_after"].split()) <= 5
     assert ask(service)["answer"].strip() == GOLD
 

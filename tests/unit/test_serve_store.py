@@ -239,6 +239,17 @@ async def test_of_the_replies_of_an_owner_the_newest_are_kept(tmp_path, later):
     await answered(store, "6")
 
 
+async def test_the_same_key_of_two_owners_has_the_reply_of_each(tmp_path):
+    store = open_store(tmp_path)
+    for owner in ("ann", "bob"):
+        await answered(store, "key", owner.encode(), owner=owner)
+    assert await store.begin_reply("eve", "key", "k") is None
+    await store.end_reply("eve", "key", None)
+    for owner in ("ann", "bob"):
+        reply = await store.begin_reply(owner, "key", "k")
+        assert reply is not None and reply.body == owner.encode()
+
+
 async def test_a_reply_counts_with_its_key_and_headers_and_older_ones_make_room(tmp_path, later, monkeypatch):
     store = open_store(tmp_path, max_owner_bytes=1000)
     document = await store.create_document("ann")
