@@ -30,10 +30,16 @@ LOCAL_CLUSTER = {
 }
 """Variables of the Ray node that a run starts for itself."""
 
-SERVICE_LOGS = {"RAY_ROTATION_MAX_BYTES": str(16 * 2**20), "RAY_ROTATION_BACKUP_COUNT": "1"}
-"""Variables of the Ray of a service, which runs for months: a log file of 16 MiB is renamed, and the one that was
-renamed before it is removed. Ray alone keeps six files of 512 MiB of every log, and all that a worker writes to its
-stderr."""
+SERVICE = {
+    "RAY_ROTATION_MAX_BYTES": str(16 * 2**20),
+    "RAY_ROTATION_BACKUP_COUNT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+}
+"""Variables of the Ray of a service. A replica has one event loop in place of Serve's three threads, which hand every
+request over to each other; an answer needs ten of them. A service runs for months, so its logs are bounded: a log file
+of 16 MiB is renamed, and the one that was renamed before it is removed. Ray alone keeps six files of 512 MiB of every
+log, and all that a worker writes to its stderr."""
 
 SMALL_KERNEL_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64", "LRU_CACHE_CAPACITY": "64"}
 """On CPUs torch keeps what it made for a matrix product in bfloat16, 1,024 of them: a megabyte or more for every length

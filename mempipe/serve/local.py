@@ -12,7 +12,7 @@ from ray import serve
 from ray.serve.schema import LoggingConfig
 
 from mempipe.actors.cluster import connected
-from mempipe.environment import SERVICE_LOGS
+from mempipe.environment import SERVICE
 
 NO_ACCESS_LOG = LoggingConfig(enable_access_log=False)
 """Metrics count the requests; the agent service has one record of each in its journal."""
@@ -22,9 +22,8 @@ START_AGAIN = "The service has ended; run the same command to start it again"
 @contextmanager
 def local_serve(name: str, *, host: str, port: int, finishes: bool = True) -> Iterator[str]:
     """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address. At the end it
-    `finishes` the requests in flight. Its log files are bounded by SERVICE_LOGS, unless the user has set these
-    variables."""
-    for variable, value in SERVICE_LOGS.items():
+    `finishes` the requests in flight. Variables of SERVICE that the user has set stay as they are."""
+    for variable, value in SERVICE.items():
         os.environ.setdefault(variable, value)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
     with connected("", name=name, if_lost=START_AGAIN):

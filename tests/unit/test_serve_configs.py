@@ -10,7 +10,7 @@ import pytest
 import yaml
 from ray.serve.schema import ServeDeploySchema
 
-from mempipe.environment import SERVICE_LOGS
+from mempipe.environment import SERVICE
 from mempipe.loader import parse_section
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http import front, strangers
@@ -46,13 +46,18 @@ def test_nobody_else_is_served_unless_keys_are_asked_for():
         environment = {variable["name"]: variable for variable in container["env"]}
         assert environment[front.VARIABLE]["value"] == front.PATH
         assert float(environment[front.CHECK_VARIABLE]["value"]) == front.CHECK_EVERY_S
-        assert {name: environment[name]["value"] for name in SERVICE_LOGS} == SERVICE_LOGS
+        assert {name: environment[name]["value"] for name in SERVICE} == SERVICE
         assert VARIABLE not in environment  # no process reads a variable again when the secret changes
         assert environment[strangers.VARIABLE]["value"] == keys
         (mount,) = [mount for mount in container["volumeMounts"] if keys.startswith(mount["mountPath"])]
         assert set(mount) == {"name", "mountPath", "readOnly"}  # a file under `subPath` stays as it is
         volumes = {volume["name"]: volume for volume in group["template"]["spec"]["volumes"]}
         assert volumes[mount["name"]]["secret"]["secretName"] == "mempipe-keys"
+
+
+def test_the_docs_start_a_cluster_with_the_variables_of_a_service():
+    page = (JOBS.parent / "docs" / "serving.md").read_text()
+    assert [name for name, value in SERVICE.items() if f"{name}={value}" not in page] == []
 
 
 def test_the_manifest_has_the_shape_of_a_ray_service():
