@@ -616,8 +616,8 @@ def test_a_session_is_free_when_its_question_was_hung_up_at_any_time(service):
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head.encode() + body)
             time.sleep(i / 4000)
-    until(lambda: post(service, question=TWO_HOPS.text, session=session).status_code != 409)
-    assert post(service, question=TWO_HOPS.text, session=session).status_code == 200
+    # The server may read the last of these connections late, so the session may be taken once more after it was free.
+    until(lambda: post(service, question=TWO_HOPS.text, session=session).status_code == 200)
 
 
 async def test_a_job_that_is_never_run_frees_its_session(tokenizer, tmp_path):
