@@ -35,11 +35,11 @@ test: setup lint  ## test every promise and every real part on the devices of th
 	$(BIN)/python -m pytest -n $(WORKERS) -m "not jobs"  # a test on a GPU needs it alone, so WORKERS is 0 there
 
 test-fast: setup  ## run the tests without cluster, engine and training, seconds each
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" tests/unit tests/conformance
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not jobs" tests/unit tests/conformance
 
 test-jobs: setup  ## run the long tests: real text, sweeps, a service under load, every agent, new examples; then `make chaos`
 	$(BIN)/python -m pytest -m jobs
-	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow" --hypothesis-profile=anew tests/unit tests/conformance
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not slow and not jobs" --hypothesis-profile=anew tests/unit tests/conformance
 	$(MAKE) chaos
 
 test-gpu: setup  ## run the GPU tests, smallest first: seconds, memory, MFU, canaries. MEMPIPE_REHEARSE=1: tiny, on CPUs
