@@ -94,7 +94,14 @@ class AgentServer(MCPServer):
 def make_server(parts: Parts) -> MCPServer:
     """Returns the server of a service's tools. A caller over HTTP has what belongs to its key."""
     server = AgentServer("mempipe", instructions=_INSTRUCTIONS, log_level="WARNING")
+    _add_ask(server, parts)
+    if parts.answering.searches:
+        _add_search(server, parts)
+    _add_documents(server, parts)
+    return server
 
+
+def _add_ask(server: MCPServer, parts: Parts) -> None:
     @server.tool()
     async def ask(
         question: Annotated[str, Field(description="One question in plain words.")],
@@ -124,20 +131,22 @@ def make_server(parts: Parts) -> MCPServer:
             await asyncio.shield(parts.store.delete_session(begun, _owner(ctx)))
             raise
 
-    if parts.answering.searches:
 
-        @server.tool()
-        async def search(
-            query: str,
-            num_passages: Annotated[int, Field(ge=1, le=MAX_PASSAGES)] = 5,
-            partition: Partition = None,
-        ) -> Passages:
-            """Returns the passages of the corpus that fit a query best."""
-            if not query.strip():
-                raise ToolError("query is empty; it should be a text")
-            result = await parts.answering.search(query, num_passages=num_passages, partition=partition)
-            return Passages(passages=[passage_reply(passage) for passage in result.passages])
+def _add_search(server: MCPServer, parts: Parts) -> None:
+    @server.tool()
+    async def search(
+        query: str,
+        num_passages: Annotated[int, Field(ge=1, le=MAX_PASSAGES)] = 5,
+        partition: Partition = None,
+    ) -> Passages:
+        """Returns the passages of the corpus that fit a query best."""
+        if not query.strip():
+            raise ToolError("query is empty; it should be a text")
+        result = await parts.answering.search(query, num_passages=num_passages, partition=partition)
+        return Passages(passages=[passage_reply(passage) for passage in result.passages])
 
+
+def _add_documents(server: MCPServer, parts: Parts) -> None:
     @server.tool()
     async def upload_document(
         text: Annotated[str, Field(min_length=1)],
@@ -170,8 +179,6 @@ def make_server(parts: Parts) -> MCPServer:
         text = await parts.store.text(document, _owner(ctx))
         end = start + num_chars
         return DocumentPiece(text=text[start:end], next_start=end if end < len(text) else None, num_chars=len(text))
-
-    return server
 
 
 async def _answered(parts: Parts, asked: AnswerRequest, ctx: Context[Any, Any]) -> Answer:
