@@ -26,11 +26,11 @@ class Answer(BaseModel):
 @pytest.mark.parametrize(
     ("mode", "model", "field"),
     [
-        (instructor.Mode.TOOLS, Answer, "tool_choice"),
+        (instructor.Mode.TOOLS, Answer, "tools"),
         (instructor.Mode.PARALLEL_TOOLS, Iterable[Answer], "tools"),
         (instructor.Mode.JSON, Answer, "response_format"),
         (instructor.Mode.JSON_SCHEMA, Answer, "response_format"),
-        (instructor.Mode.RESPONSES_TOOLS, Answer, "tool_choice"),
+        (instructor.Mode.RESPONSES_TOOLS, Answer, "tools"),
     ],
 )
 def test_what_needs_a_tool_or_json_is_refused_by_name(mode, model, field):

@@ -91,7 +91,7 @@ def test_a_tool_and_an_output_type_are_refused_by_name():
     model = of_chat(is_function_calling_model=True)
     with pytest.raises(BadRequestError, match=r"tools is .* which this service cannot do; leave it out"):
         model.chat_with_tools([FunctionTool.from_defaults(lambda: "", name="look")], user_msg=QUESTION)
-    with pytest.raises(BadRequestError, match=r"tool_choice is .* which this service cannot do; leave it out"):
+    with pytest.raises(BadRequestError, match=r"tools is .* which this service cannot do; leave it out or send \[\]"):
         model.as_structured_llm(Answer).chat(SAID)
     model = of_chat(is_function_calling_model=True, should_use_structured_outputs=True)
     with pytest.raises(BadRequestError, match=r"response_format is .* which this service cannot do; leave it out"):
