@@ -78,6 +78,7 @@ def _agents(served: ServedRun, engines: str) -> Application:
             _deployment(RetrieverReplica, "retriever", config.retriever_replicas)
             .options(
                 ray_actor_options=_resources(retrieval.num_gpus),
+                max_ongoing_requests=4 * config.max_in_flight,  # as many as the agents' own
                 graceful_shutdown_timeout_s=retrieval.timeout_s,
                 # On a CPU a new replica is there before the old one goes; a second GPU may not be free.
                 max_surge_percent=0 if retrieval.num_gpus else 100,

@@ -49,6 +49,7 @@ from mempipe.rollout import make_agent
 from mempipe.serve.agent import LocalService, served_agent
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http import front
+from mempipe.serve.requests.calls import ServedEngine
 from mempipe.serve.served_run import resolve, weights_version
 from mempipe.storage.checksums import write_checksums
 from mempipe.types import Completion, Question, Trajectory
@@ -210,13 +211,13 @@ def running(world: RunConfig, finished: Path, tmp_path_factory) -> Iterator[Runn
 
 async def evaluated(config: RunConfig, engines: str, questions: Sequence[Question]) -> dict[str, Trajectory]:
     """Plays the questions as an evaluation does, greedily, on the engine of the service and an index of its own."""
-    tokenizer, engine = load_tokenizer(config.model.path), serve.get_app_handle(engines)
-    stop_token_ids = sorted(tokenizer.stop_token_ids)
+    tokenizer = load_tokenizer(config.model.path)
+    handle = serve.get_app_handle(engines)
+    engine = ServedEngine(handle, version="", stop_token_ids=sorted(tokenizer.stop_token_ids), timeout_s=60)
     index = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval)
 
     async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-        greedy = SamplingConfig(temperature=0.0)
-        return await engine.generate.remote(list(token_ids), max_tokens, greedy, stop_token_ids)
+        return await engine.generate(token_ids, max_tokens=max_tokens, sampling=SamplingConfig(temperature=0.0))
 
     player = make_agent(config, tokenizer=tokenizer, generate=generate, search=index.search)
     ids = {"group_id": "g", "member": 0}

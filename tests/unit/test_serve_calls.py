@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,20 +14,24 @@ from faulty_server import faulty, says
 from faulty_server import hangs as never
 from grpc import StatusCode
 from grpc.aio import AioRpcError, Metadata
+from leases import Deployment
 from ray import serve
 from ray.exceptions import ActorDiedError, RayTaskError
 from ray.serve.exceptions import RayServeException
 from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import Receive, Scope, Send
 
+from mempipe.direct.messages import GenerateCall
+from mempipe.direct.server import DirectServer
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.generator import EngineDead
 from mempipe.serve.http.front import Front, middlewares
 from mempipe.serve.replicas.agent_replica import engines_of
 from mempipe.serve.replicas.generator_replica import GeneratorReplica
-from mempipe.serve.requests.calls import EndpointEngine, RoleUnavailable, ServedEngine, call
+from mempipe.serve.requests.calls import EndpointEngine, RoleUnavailable, ServedEngine, call, through_serve
 from mempipe.settings import ConfigError
+from mempipe.types import Completion
 
 
 class Response:
@@ -54,10 +58,8 @@ class Method:
     def __init__(self, *answers: Callable[[], Any]) -> None:
         self._answers = list(answers)
         self.responses: list[Response] = []
-        self.arguments: list[tuple[Any, ...]] = []
 
-    def remote(self, *arguments: Any) -> Response:
-        self.arguments.append(arguments)
+    def remote(self) -> Response:
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         self.responses.append(Response(answer))
         return self.responses[-1]
@@ -77,7 +79,7 @@ async def hangs() -> None:
 async def test_a_call_whose_replica_died_is_made_again():
     reset = AioRpcError(StatusCode.INTERNAL, Metadata(), Metadata(), details="RST_STREAM")  # where calls go by gRPC
     method = Method(raises(ActorDiedError()), raises(EngineDead("gone")), raises(reset), lambda: "answer")
-    assert await call(method, 1, role="generator", timeout_s=10) == "answer"
+    assert await call(partial(through_serve, method), role="generator", timeout_s=10) == "answer"
     assert len(method.responses) == 4
 
 
@@ -87,33 +89,33 @@ async def test_what_a_replica_raises_comes_without_rays_internals():
 
     refusing = Method(raises(of_ray(ValueError("partition 'x' is none of the index's 3"))))
     with pytest.raises(ValueError, match=r"^partition 'x' is none of the index's 3$"):
-        await call(refusing, role="retriever", timeout_s=1)
+        await call(partial(through_serve, refusing), role="retriever", timeout_s=1)
     for error in (of_ray(EngineDead("the engine ended")), ActorDiedError()):
         with pytest.raises(RoleUnavailable) as lost:
-            await call(Method(raises(error)), role="generator", timeout_s=0.2)
+            await call(partial(through_serve, Method(raises(error))), role="generator", timeout_s=0.2)
         assert "ray::" not in str(lost.value) and "\n" not in str(lost.value)
 
 
 async def test_after_the_deadline_the_role_is_unavailable():
     method = Method(raises(ActorDiedError()))
     with pytest.raises(RoleUnavailable, match=r"no generator answered within 0.3 s"):
-        await call(method, role="generator", timeout_s=0.3)
+        await call(partial(through_serve, method), role="generator", timeout_s=0.3)
     stuck = Method(hangs)
     with pytest.raises(RoleUnavailable, match="no retriever"):
-        await call(stuck, role="retriever", timeout_s=0.1)
+        await call(partial(through_serve, stuck), role="retriever", timeout_s=0.1)
     assert stuck.responses[0].cancelled
 
 
 async def test_an_error_of_the_request_passes_at_once():
     method = Method(raises(ValueError("no such partition")))
     with pytest.raises(ValueError, match="no such partition"):
-        await call(method, role="retriever", timeout_s=10)
+        await call(partial(through_serve, method), role="retriever", timeout_s=10)
     assert len(method.responses) == 1
 
 
 async def test_a_cancelled_call_is_cancelled_at_its_replica():
     method = Method(hangs)
-    task = asyncio.create_task(call(method, role="generator", timeout_s=60))
+    task = asyncio.create_task(call(partial(through_serve, method), role="generator", timeout_s=60))
     while not method.responses:
         await asyncio.sleep(0.001)
     task.cancel()
@@ -122,14 +124,27 @@ async def test_a_cancelled_call_is_cancelled_at_its_replica():
     assert method.responses[0].cancelled
 
 
-async def test_an_engine_is_told_the_seed_of_a_request():
-    method = Method(lambda: "completion")
-    handle: Any = SimpleNamespace(generate=method)
-    engine = ServedEngine(handle=handle, version="v1", stop_token_ids=[2], timeout_s=10)
+async def test_an_engine_is_told_what_the_agent_asks_of_it():
+    """The arguments pass a real connection between the agent's end and the replica's."""
+    asked: list[dict[str, Any]] = []
+
+    class Engine:
+        async def generate(self, token_ids: list[int], **arguments: Any) -> Completion:
+            asked.append({"token_ids": token_ids, **arguments})
+            return Completion(token_ids=[2], logprobs=[-0.5], finish_reason="stop", policy_version=0)
+
+        def take_load(self) -> None:
+            pass
+
+    replica: Any = SimpleNamespace(_engine=Engine(), _metrics=SimpleNamespace(count=lambda load: None))
+    generate = partial(GeneratorReplica._generate, replica)
+    handle: Any = Deployment(DirectServer(generate, GenerateCall, host="127.0.0.1"))
+    engine = ServedEngine(handle, version="v1", stop_token_ids=[2], timeout_s=10)
+    sampling = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5)
     for seed in (7, None):
-        await engine.generate([1], max_tokens=5, sampling=SamplingConfig(), seed=seed)
-    taken = [inspect.signature(GeneratorReplica.generate).bind(None, *each).arguments for each in method.arguments]
-    assert [(each["token_ids"], each["max_tokens"], each["seed"]) for each in taken] == [([1], 5, 7), ([1], 5, None)]
+        assert (await engine.generate([1], max_tokens=5, sampling=sampling, seed=seed)).token_ids == [2]
+    expected = {"token_ids": [1], "max_tokens": 5, "sampling": sampling, "stop_token_ids": [2]}
+    assert asked == [expected | {"seed": 7}, expected | {"seed": None}]
 
 
 def client_of(app: Any) -> httpx.AsyncClient:

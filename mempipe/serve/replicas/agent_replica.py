@@ -23,7 +23,7 @@ from mempipe.serve.http.keys import WatchedKeys
 from mempipe.serve.replicas.prometheus import PrometheusMetrics
 from mempipe.serve.replicas.traces import SampledTraces
 from mempipe.serve.requests import journal
-from mempipe.serve.requests.calls import EndpointEngine, ServedEngine, call
+from mempipe.serve.requests.calls import EndpointEngine, ServedEngine, ServedRetriever
 from mempipe.serve.requests.store import Store
 from mempipe.serve.served_run import resolve, searched_by
 from mempipe.settings import ConfigError
@@ -42,7 +42,8 @@ class AgentReplica:
         _log_as_serve_does()
         self._config = config
         self._served = served = resolve(config)
-        self._retriever = retriever
+        timeout_s = served.main.retrieval.timeout_s
+        self._retriever = ServedRetriever(retriever, timeout_s=timeout_s) if retriever is not None else None
         self._tokenizer = load_tokenizer(served.main.model.path)
         self._engine: ServedEngine | EndpointEngine | None = None
         if config.trace_share:
@@ -89,7 +90,7 @@ class AgentReplica:
             return
         handle = await engines_of(user_config["generator"], timeout_s=ENGINES_TIMEOUT_S)
         self._engine = ServedEngine(
-            handle=handle,
+            handle,
             version=await handle.version.remote(),
             stop_token_ids=sorted(self._tokenizer.stop_token_ids),
             timeout_s=main.generation.timeout_s,
@@ -105,8 +106,7 @@ class AgentReplica:
 
     async def _search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
         assert self._retriever is not None, "an agent that searches has an index"
-        timeout_s = self._served.main.retrieval.timeout_s
-        return await call(self._retriever.search, query, num_passages, partition, role="retriever", timeout_s=timeout_s)
+        return await self._retriever.search(query, num_passages=num_passages, partition=partition)
 
     async def _health(self) -> dict[str, Any]:
         """Returns the state of engine and retriever. Raises ApiError 503."""
@@ -114,7 +114,7 @@ class AgentReplica:
         try:
             detail["generator"] = await self._current_engine().check(timeout_s=READY_TIMEOUT_S)
             if self._retriever is not None:
-                detail["index"] = await call(self._retriever.snapshot, role="retriever", timeout_s=READY_TIMEOUT_S)
+                detail["index"] = await self._retriever.snapshot(timeout_s=READY_TIMEOUT_S)
         except InfrastructureFault as fault:
             raise ApiError(503, f"not ready: {fault}") from fault
         except Exception as error:  # whatever keeps a part from answering, the service is not ready

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator
+
+import ray
 
 from mempipe.config import RunConfig
+from mempipe.direct.messages import GenerateCall
+from mempipe.direct.server import Address, DirectServer
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import Generator
 from mempipe.faults import InfrastructureFault
@@ -36,21 +40,24 @@ class GeneratorReplica:
         )
         await self._engine.start()
         self._metrics = EngineMetrics()
+        self._calls = DirectServer(self._generate, GenerateCall, host=ray.util.get_node_ip_address())
 
     async def version(self) -> str:
         return self._version
 
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        max_tokens: int,
-        sampling: SamplingConfig,
-        stop_token_ids: Sequence[int],
-        seed: int | None = None,
-    ) -> Completion:
+    async def lease(self) -> AsyncIterator[Address]:
+        """Yields where to sample by direct calls (`mempipe.direct`)."""
+        async for address in self._calls.lease():
+            yield address
+
+    async def _generate(self, call: GenerateCall) -> Completion:
         """Samples one completion. The engine drops it when the call is cancelled."""
         completion = await self._engine.generate(
-            token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids, seed=seed
+            call.token_ids,
+            max_tokens=call.max_tokens,
+            sampling=SamplingConfig.model_validate(call.sampling),
+            stop_token_ids=call.stop_token_ids,
+            seed=call.seed,
         )
         self._metrics.count(self._engine.take_load())
         return completion

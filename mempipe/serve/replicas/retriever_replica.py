@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+
+import ray
+
+from mempipe.direct.messages import SearchCall
+from mempipe.direct.server import Address, DirectServer
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.remote import RemoteRetriever
 from mempipe.retrieval.retriever import BatchingRetriever, Retriever
@@ -17,10 +23,16 @@ class RetrieverReplica:
         else:
             retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path)
         self._retriever = BatchingRetriever(retriever, config)
+        self._calls = DirectServer(self._search, SearchCall, host=ray.util.get_node_ip_address())
 
     async def snapshot(self) -> str:
         """Returns the hash of the index."""
         return self._retriever.snapshot
 
-    async def search(self, query: str, num_passages: int, partition: str) -> SearchResult:
-        return await self._retriever.search(query, num_passages=num_passages, partition=partition)
+    async def lease(self) -> AsyncIterator[Address]:
+        """Yields where to search by direct calls (`mempipe.direct`)."""
+        async for address in self._calls.lease():
+            yield address
+
+    async def _search(self, call: SearchCall) -> SearchResult:
+        return await self._retriever.search(call.query, num_passages=call.num_passages, partition=call.partition)

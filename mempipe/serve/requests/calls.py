@@ -9,42 +9,41 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import grpc
 from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from mempipe.direct.client import DirectClient
+from mempipe.direct.messages import GenerateCall, SearchCall
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.faults import InfrastructureFault, RoleUnavailable, retry_pauses
 from mempipe.settings import ConfigError
-from mempipe.types import Completion
+from mempipe.types import Completion, SearchResult
 
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
-async def call(method: DeploymentHandle, *arguments: Any, role: str, timeout_s: float) -> Any:
-    """Calls `method` (`handle.generate`) at one replica and returns its answer.
+async def call(ask: Callable[[], Awaitable[T]], *, role: str, timeout_s: float) -> T:
+    """Asks one replica, and again while replicas die or fail, and returns the answer.
 
     Raises RoleUnavailable after the deadline. Errors of the request itself pass through, as the replica raised them:
     Ray adds traces and addresses, which are for the log alone.
     """
     deadline, pauses = time.monotonic() + timeout_s, retry_pauses(longest_s=2.0)
     while True:
-        response = method.remote(*arguments)
         try:
             async with asyncio.timeout(max(deadline - time.monotonic(), 0.001)):
-                return await response
+                return await ask()
         except TimeoutError as error:
-            response.cancel()
             raise RoleUnavailable(f"no {role} answered within {timeout_s:g} s") from error
-        except asyncio.CancelledError:
-            response.cancel()
-            raise
         except (RayActorError, DeploymentUnavailableError, grpc.RpcError) as error:
             fault = type(error).__name__
             logger.warning("a %s did not answer: %s", role, error)
@@ -59,35 +58,57 @@ async def call(method: DeploymentHandle, *arguments: Any, role: str, timeout_s: 
         await asyncio.sleep(pause)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+async def through_serve(method: DeploymentHandle) -> Any:
+    """Calls a handle's method, and cancels the call at its replica when this one is cancelled."""
+    response = method.remote()
+    try:
+        return await response
+    except asyncio.CancelledError:
+        response.cancel()
+        raise
+
+
 class ServedEngine:
     """A generator application as `mempipe.answers.answering.Engine`."""
 
-    handle: DeploymentHandle
-    version: str
-    stop_token_ids: list[int]
-    timeout_s: float
+    def __init__(
+        self, handle: DeploymentHandle, *, version: str, stop_token_ids: Sequence[int], timeout_s: float
+    ) -> None:
+        self.version = version
+        self._handle = handle
+        self._calls = DirectClient(handle, Completion)
+        self._stop_token_ids = list(stop_token_ids)
+        self._timeout_s = timeout_s
 
     async def check(self, *, timeout_s: float) -> str:
         """Returns the version of the weights that answer. Raises RoleUnavailable."""
-        return await call(self.handle.version, role="generator", timeout_s=timeout_s)
+        return await call(partial(through_serve, self._handle.version), role="generator", timeout_s=timeout_s)
 
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int, sampling: SamplingConfig, seed: int | None = None
     ) -> Completion:
-        return await call(
-            self.handle.generate,
-            list(token_ids),
-            max_tokens,
-            sampling,
-            self.stop_token_ids,
-            seed,
-            role="generator",
-            timeout_s=self.timeout_s,
-        )
+        asked = GenerateCall(list(token_ids), max_tokens, sampling.model_dump(), self._stop_token_ids, seed)
+        return await call(partial(self._calls.call, asked), role="generator", timeout_s=self._timeout_s)
 
     async def gives_logprobs(self) -> bool:
         return True
+
+
+class ServedRetriever:
+    """A retriever deployment as the agents' `search`."""
+
+    def __init__(self, handle: DeploymentHandle, *, timeout_s: float) -> None:
+        self._handle = handle
+        self._calls = DirectClient(handle, SearchResult)
+        self._timeout_s = timeout_s
+
+    async def snapshot(self, *, timeout_s: float) -> str:
+        """Returns the hash of the index that answers. Raises RoleUnavailable."""
+        return await call(partial(through_serve, self._handle.snapshot), role="retriever", timeout_s=timeout_s)
+
+    async def search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
+        asked = SearchCall(query, num_passages, partition)
+        return await call(partial(self._calls.call, asked), role="retriever", timeout_s=self._timeout_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
