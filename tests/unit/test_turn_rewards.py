@@ -383,6 +383,18 @@ FLAT = [0.20, 0.22, 0.18, 0.21, 0.19, 0.22, 0.20, 0.21, 0.19, 0.20, 0.22, 0.19]
 RISING = [0.10, 0.11, 0.12, 0.20, 0.28, 0.33, 0.40, 0.44, 0.47, 0.50, 0.51, 0.52]
 
 
+# A training of the quickstart with one point for every turn that searches: its policy never answers after step 8.
+PAID = [1.2, 2.0, 4.9, 5.7, 5.7, 5.6, 5.2, 4.9, 5.8, 5.8, 5.7, 5.8, 5.7, 5.9, 5.7, 5.5, 5.3, 4.4, 3.8, 5.5, 6.0, 5.9]
+PAID += [6.0, 5.9, 5.7, 5.8, 5.9, 5.8, 5.8, 5.9]
+NO_ANSWERS = [0.16, 0.05, 0.27, 0.21, 0.27, 0.21, 0.13, 0.04, 0.02, 0.01, 0.01, 0.02, 0.0, 0.0, 0.02, 0.01, 0.0, 0.01]
+NO_ANSWERS += [0.0] * 6 + [0.01] + [0.0] * 5
+
+
+def test_an_alarm_is_raised_where_the_policy_learned_within_the_first_steps_to_be_paid_for_form():
+    said = form_alarm(rows(PAID, NO_ANSWERS), reward={"per_turn": {"form_rewards:asks": 1.0}})
+    assert said is not None and "earned 4.329 in the first 7 steps and 5.829 in the last 7" in said
+
+
 def test_the_report_raises_an_alarm_where_form_is_rewarded_without_an_answer():
     said = form_alarm(rows(RISING, FLAT), reward={"wrong_answer": 0.1, "per_turn": {"x": 1.0}, "format": "search_r1"})
     assert said == (
