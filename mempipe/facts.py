@@ -23,6 +23,19 @@ def is_memory_turn(trajectory: Trajectory, index: int) -> bool:
     return bool(context.memory_after) or not is_last or (bool(context.searches) and not answered)
 
 
+def places_by_objective(question: Question) -> list[list[int]]:
+    """Returns the places in `question.evidence` of each objective's facts, in the order of need. A question without
+    objectives has one list.
+    """
+    facts = list(enumerate(question.evidence))
+    return [[place for place, fact in facts if fact.objective == n] for n in range(len(question.objectives) or 1)]
+
+
+def golden_by_objective(question: Question) -> list[list[str]]:
+    """Returns the golden answers of each objective. A question without objectives has one list."""
+    return question.objectives or [question.golden_answers]
+
+
 class FactState(StrEnum):
     """The effect of a turn on a needed fact."""
 

@@ -91,9 +91,18 @@ def changed_inputs(before: Mapping[str, str], now: Mapping[str, str]) -> list[st
 
 def questions_sha256(questions: Iterable[Question]) -> str:
     """Returns the hash of questions in any order, with golden answers and all else that an agent or a score reads."""
-    lines = (json.dumps(to_row(question), sort_keys=True) for question in questions)
+    lines = (json.dumps(_hashed(question), sort_keys=True) for question in questions)
     each = sorted(hashlib.sha256(line.encode()).hexdigest() for line in lines)
     return hashlib.sha256(json.dumps(each).encode()).hexdigest()[:_SHORT]
+
+
+def _hashed(question: Question) -> dict[str, Any]:
+    """Returns the row of a question as versions before `Evidence.objective` hashed it, if it has one objective."""
+    row = to_row(question)
+    for fact in row["evidence"]:
+        if not fact["objective"]:
+            del fact["objective"]
+    return row
 
 
 def files_sha256(path: str) -> str:

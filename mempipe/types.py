@@ -109,10 +109,13 @@ _END_SENTENCES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evidence:
-    """One fact that a question needs: the passage that states it and the string it contributes."""
+    """One fact that a question needs: the passage that states it and the string it contributes. `objective` is the
+    place of the objective that needs it in `Question.objectives`, from 0; a fact that two of them need is listed twice.
+    """
 
     passage_id: str
     value: str
+    objective: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,9 +124,10 @@ class Question:
 
     `partition` names the part of the corpus that may be searched ("" = all of it): a synthetic world, a tenant, a
     document. `evidence` lists the needed facts as they are needed, when the data set knows them (memory-quality metrics
-    use it). `context` is the long text that a chunk-reading agent reads. `objectives` are the golden answers of every
-    objective of a multi-objective question, in order; `golden_answers` then holds them joined by "; " (the first of
-    each). `recall_targets` are entities of `context` that MemTrain's recall may ask for, each with its surface forms.
+    use it); those of an objective are a separate chain. `context` is the long text that a chunk-reading agent
+    reads. `objectives` are the golden answers of every objective of a multi-objective question, in order;
+    `golden_answers` then holds them joined by "; " (the first of each). `recall_targets` are entities of `context` that
+    MemTrain's recall may ask for, each with its surface forms.
     """
 
     id: str

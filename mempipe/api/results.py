@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,8 @@ def results(folder: str | Path) -> pl.DataFrame:
     `folder` is that of an evaluation, a run in it, a set, or a sweep. An evaluation that is not finished has the rows
     so far.
 
-    Scores are means over the attempts; answer, end_reason, cause, turns and tokens are those of the first one. `trial`
+    Scores are means over the attempts; answer, end_reason, cause, turns and tokens are those of the first one; a joined
+    question has a cause for each of its answers ("none; lost"). `trial`
     is the sweep's; `memory_tokens` is null for an agent without that budget. Raises ConfigError for a folder without
     results, and for a damaged file.
     """
@@ -51,6 +53,11 @@ def _rows(place: Path) -> list[dict[str, Any]]:
     ]
 
 
+def causes_text(causes: Sequence[str | None]) -> str | None:
+    """Returns the first causes of an attempt, one for each objective, as a text; None where there is none."""
+    return "; ".join(cause or "none" for cause in causes) if any(causes) else None
+
+
 def row_values(row: ResultRow) -> dict[str, Any]:
     """Returns what a frame shows of a question's result, by column."""
     return {
@@ -60,7 +67,7 @@ def row_values(row: ResultRow) -> dict[str, Any]:
         "em": row.em,
         "f1": row.f1,
         "end_reason": str(row.end_reasons[0]) if row.end_reasons else None,
-        "cause": (row.first_causes[0] or None) if row.first_causes else None,
+        "cause": causes_text(row.first_causes[: max(len(row.em_by_objective), 1)]),
         "turns": len(row.context_tokens_by_turn[0]) if row.context_tokens_by_turn else 0,
         "tokens": row.total_tokens[0] if row.total_tokens else 0,
         "seconds": row.seconds,

@@ -10,12 +10,13 @@ from typing import Any
 import polars as pl
 
 from mempipe.api.objects import with_names
+from mempipe.api.results import causes_text
 from mempipe.api.settings import nested
 from mempipe.checks.findings import refuse
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import checkpoints
 from mempipe.environment import prepare_process
-from mempipe.evaluation.causes import first_cause
+from mempipe.evaluation.causes import first_causes
 from mempipe.evaluation.held_out import read_held_out
 from mempipe.evaluation.suite import merged
 from mempipe.facts import FactState, fact_states, is_memory_turn
@@ -88,8 +89,9 @@ class Run:
 
         With `turns` it returns a row for each turn of these attempts: the memory that the turn left and its tokens
         (null where it wrote none), the sampled tokens of its messages, and how many needed facts its memory holds,
-        gained and lost. These counts and `first_cause`, why the attempt's answer is wrong, are null where the needed
-        facts are not known; the counts too where the agent carries its whole history. docs/memory.md defines them.
+        gained and lost. These counts and `first_cause`, why the attempt's answer is wrong (of a joined question why
+        each of its answers is: "none; lost"), are null where the needed facts are not known; the counts too where the
+        agent carries its whole history. docs/memory.md defines them.
 
         `mempipe trace` shows them turn by turn. Raises ConfigError while the run has recorded none.
         """
@@ -198,7 +200,6 @@ _ATTEMPT: dict[str, Any] = {
 
 def _turns(each: Traced) -> list[dict[str, Any]]:
     question, attempt = each.question, each.trajectory
-    cause = first_cause(attempt, question, growing=each.full_history)
     has_facts = bool(question.evidence) and not each.full_history
     shared = {
         "phase": each.phase,
@@ -206,7 +207,7 @@ def _turns(each: Traced) -> list[dict[str, Any]]:
         "member": attempt.member,
         "hops": question.num_hops or None,
         "em": attempt.em,
-        "first_cause": None if cause is None else str(cause),
+        "first_cause": causes_text(first_causes(attempt, question, growing=each.full_history)),
     }
     rows = []
     for index, (context, states) in enumerate(zip(attempt.contexts, fact_states(attempt, question), strict=True)):

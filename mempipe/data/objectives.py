@@ -17,7 +17,8 @@ def join_objectives(
     questions: Iterable[Question], *, objectives: int, seed: int | None = None, file: str = ""
 ) -> Iterator[Question]:
     """Yields every `objectives` neighbours as one question, their texts (each ending in "?") joined by "; ". A
-    remainder is skipped. The new question has no hops, evidence or document: these belong to one of them alone.
+    remainder is skipped. Each fact of the new question's evidence has its objective. It has no hops and no document:
+    these belong to one of them alone.
 
     As published (MEM1) neighbours are those of the file; `seed` shuffles the questions first. Raises ConfigError for
     neighbours that search different parts of the corpus, since an agent searches one part at a time. `file` is where
@@ -42,7 +43,9 @@ def join_objectives(
             golden_answers=["; ".join(question.golden_answers[0] for question in group)],
             objectives=[question.golden_answers for question in group],
             num_hops=0,
-            evidence=[],
+            evidence=[
+                replace(fact, objective=number) for number, question in enumerate(group) for fact in question.evidence
+            ],
             context="",
             recall_targets=[],
         )

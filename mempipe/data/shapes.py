@@ -383,6 +383,10 @@ def _mempipe(row: dict[str, Any], number: int) -> Question:
         raise BadRow("wrong_type", str(error)) from error
     if not 0 <= question.num_hops <= _MAX_HOPS:
         raise BadRow("wrong_value", f"num_hops is {question.num_hops}; expected 0 to {_MAX_HOPS}")
+    last = max(len(question.objectives) - 1, 0)
+    for place, fact in enumerate(question.evidence):
+        if not 0 <= fact.objective <= last:
+            raise BadRow("wrong_value", f"evidence[{place}].objective is {fact.objective}; expected 0 to {last}")
     return question
 
 
@@ -424,11 +428,17 @@ def _asked_in(prompt: str, num_objectives: int) -> str:
 
 
 def _evidence(value: Any) -> Any:
-    """Returns evidence whose ids and values may be whole numbers, as a passage's id may be."""
+    """Returns evidence whose ids and values may be whole numbers, as a passage's id may be. A row of an older version
+    has no objectives of its facts, or null in a table with newer rows.
+    """
     if not isinstance(value, list):
         return value
     return [
-        {name: str(item) if type(item) is int else item for name, item in fact.items()}
+        {
+            name: str(item) if type(item) is int and name != "objective" else item
+            for name, item in fact.items()
+            if (name, item) != ("objective", None)
+        }
         if isinstance(fact, dict)
         else fact
         for fact in value

@@ -1,9 +1,10 @@
 """Finds the first cause of a wrong answer: the place in the chain of needed facts where an attempt went wrong.
 
-Facts are those of `Question.evidence`, in their order, and their states per turn are `fact_states`. The *end memory*
+Facts are those of `Question.evidence`, in their order, and their states per turn are `fact_states`. A joined question
+has a chain of facts, an answer and a first cause for each objective. The *end memory*
 is what the last turn could answer from: its memory_before and what it read, or all that was ever read where
 the agent carries its whole history (`growing`). The *missing fact* is the first needed fact that the end memory does
-not know.
+not know. An attempt at a joined question answered if it wrote any answer.
 
     broken_protocol  the last message broke the agent's protocol, and no earlier turn caused the missing fact
     not_used         no fact is missing
@@ -17,10 +18,12 @@ not know.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import StrEnum
 
 from mempipe.evaluation.memory_quality import contradicts
-from mempipe.facts import FactState, contains_value, fact_states
+from mempipe.evaluation.metrics import right_answers
+from mempipe.facts import FactState, contains_value, fact_states, places_by_objective
 from mempipe.types import EndReason, Evidence, Question, Trajectory
 
 _BROKEN = (
@@ -45,20 +48,28 @@ class Cause(StrEnum):
     BROKEN_PROTOCOL = "broken_protocol"
 
 
-def first_cause(trajectory: Trajectory, question: Question, *, growing: bool) -> Cause | None:
-    """Returns the first cause of a wrong answer; None for a right one, and where the needed facts are not known.
+def first_causes(trajectory: Trajectory, question: Question, *, growing: bool) -> list[Cause | None]:
+    """Returns the first cause of the wrong answer to each objective, in order (one without objectives); None for a
+    right answer, and where the needed facts of the objective are not known.
 
-    Right is an exact match (`Trajectory.em` is 1).
+    Right is an exact match (for a question without objectives, `Trajectory.em` is 1).
     """
-    if trajectory.em == 1 or not question.evidence or not trajectory.contexts:
-        return None
+    return [
+        None if right or not places or not trajectory.contexts else _cause(trajectory, question, places, growing)
+        for right, places in zip(right_answers(trajectory, question), places_by_objective(question), strict=True)
+    ]
+
+
+def _cause(trajectory: Trajectory, question: Question, places: Sequence[int], growing: bool) -> Cause:
+    """Returns the first cause of a wrong answer that needed the facts in these places."""
     broken = trajectory.end_reason in _BROKEN
-    gap = next((n for n, fact in enumerate(question.evidence) if not _known(trajectory, fact, growing=growing)), None)
+    facts = question.evidence
+    gap = next((place for place in places if not _known(trajectory, facts[place], growing=growing)), None)
     if gap is None:
         return Cause.BROKEN_PROTOCOL if broken else Cause.NOT_USED
     states = [turn[gap] for turn in fact_states(trajectory, question)]
     earlier = states[:-1] if broken else states
-    if not growing and _is_contradicted(trajectory, question.evidence[gap]):
+    if not growing and _is_contradicted(trajectory, facts[gap]):
         return Cause.CONTRADICTED
     if FactState.LOST in earlier:
         return Cause.LOST

@@ -6,18 +6,19 @@ its value occur there next to each other (`contains_value`). It is *found* in a 
 or when the turn read a chunk that knows it. In a turn, the *next needed* fact is the first one that `memory_before`
 does not know. A *memory turn* is a turn that wrote a memory or was required to write one: it left a memory, was
 followed by another turn, or searched and did not answer (where MEM1 answers, it reads its last passages and notes them
-nowhere).
+nowhere). A question has one *objective*, a joined question (`Question.objectives`) several. The facts of each are a
+separate chain with a next needed fact, and each has an answer.
 
-    found_rate         turns whose searches returned the passage of the next needed fact
+    found_rate         turns whose searches returned the passage of the next needed fact of any objective
                        / turns that searched while a fact was needed
     kept_rate          facts of the denominator that memory_after knows
                        / needed facts not yet known that a memory turn found
     lost_rate          facts of the denominator that memory_after does not know
                        / needed facts known in memory_before, over memory turns
-    early_answer_rate  answers although no memory of the trajectory ever knew the last needed fact
+    early_answer_rate  answers although no memory of the trajectory ever knew the last needed fact of their objective
                        and the answering turn did not find it
                        / answers
-    answer_in_memory   memory turns whose new memory knows a golden answer / memory turns
+    answer_in_memory   objectives with a golden answer that the new memory knows / objectives, over memory turns
     truncation_rate    memory turns whose memory was cut / memory turns
     memory_tokens      tokens of the memories that memory turns left / memory turns
     budget_use         memory_tokens / budget.memory_tokens
@@ -37,8 +38,9 @@ of the fact's passage and its *cue*: the last word of four letters or more befor
 ("born" in "Ann Lee was born in Oslo"). A value without a cue, or without a sentence, is not looked for.
 
 All are ratios of sums over the trajectories that are put together, never means of ratios; a ratio without a case is
-absent. Questions without evidence count for the answer, memory tokens, truncation, copying and compression only; those
-of several objectives not for the answer.
+absent. Questions without evidence count for the answer, memory tokens, truncation, copying and compression only. A
+fact that two objectives need counts for each. If an objective has no evidence, its question does not count for
+`found_rate` and `irrelevant_rate`, since a search or a word may be for that objective.
 """
 
 from __future__ import annotations
@@ -48,7 +50,16 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from mempipe.facts import contains_value, finds, is_memory_turn, spaced, words_of
+from mempipe.facts import (
+    contains_value,
+    finds,
+    golden_by_objective,
+    is_memory_turn,
+    places_by_objective,
+    spaced,
+    words_of,
+)
+from mempipe.rl.rewards import split_answers
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Trajectory
 
 _COPY_WORDS = 5
@@ -68,7 +79,7 @@ class MemoryQuality:
     facts_lost: int = 0
     answers: int = 0
     early_answers: int = 0
-    answerable_turns: int = 0
+    answers_asked: int = 0
     answers_in_memory: int = 0
     memory_turns: int = 0
     memories_truncated: int = 0
@@ -98,7 +109,7 @@ class MemoryQuality:
             "kept_rate": (self.facts_kept, self.facts_retrieved),
             "lost_rate": (self.facts_lost, self.facts_held),
             "early_answer_rate": (self.early_answers, self.answers),
-            "answer_in_memory": (self.answers_in_memory, self.answerable_turns),
+            "answer_in_memory": (self.answers_in_memory, self.answers_asked),
             "truncation_rate": (self.memories_truncated, self.memory_turns),
             "memory_tokens": (self.memory_tokens, self.memory_turns),
             "budget_use": (self.memory_tokens, self.memory_turns * (memory_budget or 0)),
@@ -118,12 +129,22 @@ def memory_quality(groups: Sequence[Group], *, memory_budget: int | None = None)
 def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQuality:
     """Returns the counts of one trajectory."""
     counts = sum(turn_qualities(trajectory, question), MemoryQuality())
-    if trajectory.end_reason is EndReason.ANSWERED and question.evidence:
-        last = question.evidence[-1]
-        memories = [text for context in trajectory.contexts for text in (context.memory_before, context.memory_after)]
-        known = any(contains_value(text, last.value) for text in memories) or finds(trajectory.contexts[-1], last)
-        counts += MemoryQuality(answers=1, early_answers=int(not known))
+    memories = [text for context in trajectory.contexts for text in (context.memory_before, context.memory_after)]
+    for places, answered in zip(places_by_objective(question), _answered(trajectory, question), strict=True):
+        if answered and places:
+            last = question.evidence[places[-1]]
+            known = any(contains_value(text, last.value) for text in memories) or finds(trajectory.contexts[-1], last)
+            counts += MemoryQuality(answers=1, early_answers=int(not known))
     return counts
+
+
+def _answered(trajectory: Trajectory, question: Question) -> list[bool]:
+    """Returns for each objective whether the trajectory gave it an answer."""
+    ended = trajectory.end_reason is EndReason.ANSWERED
+    if not question.objectives:
+        return [ended]
+    parts = split_answers(trajectory.answer or "", len(question.objectives))
+    return [ended and part is not None for part in parts]
 
 
 def turn_qualities(trajectory: Trajectory, question: Question) -> list[MemoryQuality]:
@@ -147,14 +168,16 @@ def _evidence_counts(context: Context, question: Question, *, wrote: bool) -> Me
     known = [contains_value(context.memory_before, fact.value) for fact in question.evidence]
     known_after = [contains_value(context.memory_after, fact.value) for fact in question.evidence]
     found = [finds(context, fact) for fact in question.evidence]
-    next_needed = known.index(False) if False in known else None
-    searched = bool(context.searches) and next_needed is not None
+    chains = places_by_objective(question)
+    missing = [[place for place in places if not known[place]] for places in chains]
+    next_needed = [places[0] for places in missing if places] if all(chains) else []
+    searched = bool(context.searches and next_needed)
     facts = range(len(known)) if wrote else ()
     new = [index for index in facts if found[index] and not known[index]]
     held = [index for index in facts if known[index]]
     return MemoryQuality(
         searches_in_need=int(searched),
-        searches_found=int(searched and next_needed is not None and found[next_needed]),
+        searches_found=int(searched and any(found[place] for place in next_needed)),
         facts_retrieved=len(new),
         facts_kept=sum(known_after[index] for index in new),
         facts_held=len(held),
@@ -176,10 +199,9 @@ def _memory_counts(context: Context) -> MemoryQuality:
 
 
 def _answer_counts(context: Context, question: Question) -> MemoryQuality:
-    if question.objectives or not question.golden_answers:
-        return MemoryQuality()
-    held = any(contains_value(context.memory_after, answer) for answer in question.golden_answers)
-    return MemoryQuality(answerable_turns=1, answers_in_memory=int(held))
+    golds = [answers for answers in golden_by_objective(question) if answers]
+    held = [any(contains_value(context.memory_after, answer) for answer in answers) for answers in golds]
+    return MemoryQuality(answers_asked=len(held), answers_in_memory=sum(held))
 
 
 def _relevance_counts(memory: str, question: Question, read: Mapping[str, Passage], *, first: str) -> MemoryQuality:
@@ -189,7 +211,7 @@ def _relevance_counts(memory: str, question: Question, read: Mapping[str, Passag
     texts = [question.text, first, *(fact.value for fact in question.evidence)]
     texts += [text for _, passage in needed for text in (passage.title, passage.text)]
     relevant = {word for text in texts for word in words_of(text)}
-    words = words_of(memory)
+    words = words_of(memory) if all(places_by_objective(question)) else ()
     held = [(statement, fact.value) for fact, passage in needed for statement in _statements(memory, fact, passage)]
     return MemoryQuality(
         judged_words=len(words),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from mempipe.rl import rewards
 from mempipe.rl.rewards import answer_f1, exact_match, normalize_answer, split_answers
-from mempipe.types import Question
+from mempipe.types import EndReason, Question, Trajectory
 
 Metric = Callable[[str, Sequence[str]], float]
 
@@ -81,6 +81,14 @@ def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
 METRICS: dict[str, Metric] = {
     metric.__name__: metric for metric in (em, f1, acc, precision, recall, sub_em_two_way, math_match)
 }
+
+
+def right_answers(trajectory: Trajectory, question: Question) -> list[bool]:
+    """Returns for each objective (one without objectives is a single one) whether its answer is an exact match."""
+    if not question.objectives:
+        return [trajectory.em == 1]
+    answer = trajectory.answer if trajectory.end_reason is EndReason.ANSWERED else None
+    return [scores["em"] == 1 for scores in score_objectives(answer, question)]
 
 
 def definitions() -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 from mempipe.config import RunConfig
 from mempipe.data.trajectories import PER_TOKEN, add_no_tokens, records_to_table
 from mempipe.engines.config import SamplingConfig
-from mempipe.evaluation.causes import first_cause
+from mempipe.evaluation.causes import first_causes
 from mempipe.evaluation.metrics import METRICS, definitions, score_objectives
 from mempipe.evaluation.recall import RecallCounts
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, full_history_context_tokens
@@ -73,7 +73,8 @@ class ResultRow:
     full_history_tokens_by_turn: list[list[int]] = field(default_factory=list)
     """As context_tokens_by_turn, with the whole history in the memory's place; empty for an agent that carries it."""
     first_causes: list[str] = field(default_factory=list)
-    """The `Cause` of a wrong attempt; "" for others, and if the needed facts are not known."""
+    """The `Cause` of a wrong answer, for each objective of each attempt in turn; "" for others, and if the needed facts
+    are not known."""
     recalls: list[RecallCounts] = field(default_factory=list)
     """The reader's answers from the last memory; empty if no reader was asked."""
 
@@ -121,7 +122,9 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
             {search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}
         ),
         prompt_hash=prompt_hash,
-        first_causes=[first_cause(attempt, question, growing=growing) or "" for attempt in attempts],
+        first_causes=[
+            cause or "" for attempt in attempts for cause in first_causes(attempt, question, growing=growing)
+        ],
         full_history_tokens_by_turn=[] if growing else [full_history_context_tokens(attempt) for attempt in attempts],
     )
 

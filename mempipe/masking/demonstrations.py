@@ -71,7 +71,8 @@ class ClozeDemonstration(Demonstration):
 
     @staticmethod
     def can_play(question: Question) -> bool:
-        return bool(question.evidence) and GAP in question.text  # other questions with evidence have no gap
+        # Other questions with evidence have no gap, and joined ones have a gap for each objective.
+        return bool(question.evidence) and GAP in question.text and not question.objectives
 
     def _next(self, known: str) -> tuple[str, str] | None:
         """Returns the mark that is missing from the notes and the query for it; None to answer: when all is known, when

@@ -95,7 +95,7 @@ def _figures_by_hops(title: str, by_hops: Mapping[int, Mapping[int, Sequence[Res
 
 
 def causes_by_budget(curve: BudgetCurve) -> list[Figure]:
-    """Draws the shares of attempts that each first cause made wrong against the budget, a line per cause: over all
+    """Draws the shares of answers that each first cause made wrong against the budget, a line per cause: over all
     questions, then for every number of hops. None where the needed facts are not known."""
     asked = {point.memory_tokens: [*chain.from_iterable(point.measured.sets.values())] for point in curve.points}
     hops = sorted({row.num_hops for rows in asked.values() for row in rows if row.num_hops})
@@ -122,7 +122,7 @@ def _causes_figure(title: str, asked: Mapping[int, Sequence[ResultRow]]) -> Figu
     if not series:
         return None
     chart = line_chart(series, title=title, x_label="tokens of the memory", y_format=percent)
-    return Figure(title=title, chart=chart, keys=keys, caption="Shares of all attempts; right ones have no cause.")
+    return Figure(title=title, chart=chart, keys=keys, caption="Shares of all answers; right ones have no cause.")
 
 
 def _hops_figure(title: str, lines: Mapping[int, Sequence[tuple[float, float]]], x_label: str) -> Figure:

@@ -41,7 +41,7 @@ _PAIRED = (
     "test is exact, and needs every question once."
 )
 _CAUSE_TITLE = "First cause of wrong answers"
-_CAUSE_NOTE = "The place in the chain of needed facts where an attempt went wrong; docs/memory.md defines each."
+_CAUSE_NOTE = "The place in the chain of needed facts where an answer went wrong; docs/memory.md defines each."
 _MEMORY_NOTE = "Shares from 0 to 1, memory tokens apart; docs/memory.md has the formulas."
 _TURN_TITLE = "Memory quality by turn, percent"
 _TURN_NOTE = (

@@ -53,7 +53,7 @@ def scores_by_hops(scores: Sequence[HopScores]) -> Figure | None:
 
 
 def cause_lines(cells: Sequence[Cell], budgets: Mapping[str, int | None]) -> list[list[str]]:
-    """Returns head and lines of a table: per run and hops, how many wrong attempts have which first cause. Empty where
+    """Returns head and lines of a table: per run and hops, how many wrong answers have which first cause. Empty where
     no cause is known.
     """
     counts: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
@@ -67,11 +67,11 @@ def cause_lines(cells: Sequence[Cell], budgets: Mapping[str, int | None]) -> lis
         if (causes := counts[run, hops])
     ]
     names = [each.replace("_", " ") for each in Cause]
-    return [["run", "memory budget", "hops", "wrong attempts", *names], *lines] if lines else []
+    return [["run", "memory budget", "hops", "wrong answers", *names], *lines] if lines else []
 
 
 def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
-    """Draws the first causes of wrong attempts, a bar per run, as shares of all of its attempts: two mistakes in a
+    """Draws the first causes of wrong answers, a bar per run, as shares of all of its answers: two mistakes in a
     hundred are two bars that hardly show."""
     runs = runs_of(cells)
     counts = {
@@ -80,12 +80,15 @@ def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
     }
     if not any(counts.values()):
         return None
-    attempts = {run: sum(len(row.answers) for cell in cells if cell.run == run for row in cell.rows) for run in runs}
+    answers = {
+        run: sum(len(row.answers) * len(row.em_by_objective) for cell in cells if cell.run == run for row in cell.rows)
+        for run in runs
+    }
     groups = [
         BarGroup(
             label=cause.replace("_", " "),
             bars=[
-                Bar(value=counts[run][cause] / attempts[run], style=style_of(number)) if counts[run][cause] else None
+                Bar(value=counts[run][cause] / answers[run], style=style_of(number)) if counts[run][cause] else None
                 for number, run in enumerate(runs)
             ],
         )
@@ -94,10 +97,10 @@ def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
     ]
     title = "First cause of wrong answers"
     keys = [
-        Key(style=style_of(number), label=run, value=f"{counts[run].total():,} wrong of {attempts[run]:,}")
+        Key(style=style_of(number), label=run, value=f"{counts[run].total():,} wrong of {answers[run]:,}")
         for number, run in enumerate(runs)
     ]
-    caption = "Shares of all attempts of a run. A cause is known where the facts that the question needs are."
+    caption = "Shares of all answers of a run. A cause is known where the facts that the question needs are."
     return Figure(title=title, chart=bar_chart(groups, title=title), keys=keys, caption=caption)
 
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
 from mempipe.data.partitions import main_partition
-from mempipe.facts import finds
+from mempipe.evaluation.metrics import right_answers
+from mempipe.facts import finds, golden_by_objective
 from mempipe.reports.pages import cut
 from mempipe.types import Context, Group, Question, Trajectory
 
@@ -106,9 +107,20 @@ def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tup
 
 def facts_of(question: Question) -> str:
     """Returns the right answer, the hops and the searched part of a question, for a person."""
-    facts = [f"right answer: {' or '.join(question.golden_answers)}"]
+    facts = [f"right answer: {golden_text(question)}"]
     facts += [f"{question.num_hops} hops"] * (question.num_hops > 1)
     return " · ".join([*facts, *([f"searched in {question.partition}"] if question.partition else [])])
+
+
+def golden_text(question: Question, *, between: str = " or ") -> str:
+    """Returns the golden answers with `between` those that count alike; "; " separates several objectives."""
+    return "; ".join(between.join(answers) for answers in golden_by_objective(question))
+
+
+def verdict(trajectory: Trajectory, question: Question) -> str:
+    """Returns "right" or "wrong", and how many answers to several objectives are right if only some are."""
+    right = right_answers(trajectory, question)
+    return "right" if all(right) else f"{sum(right)} of {len(right)} right" if any(right) else "wrong"
 
 
 def memory_diff(before: str, after: str) -> Words:

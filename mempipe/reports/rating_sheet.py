@@ -17,7 +17,7 @@ from markupsafe import Markup
 from mempipe.evaluation.memory_quality import MemoryQuality, turn_qualities
 from mempipe.evaluation.ratings import RATINGS
 from mempipe.facts import is_memory_turn
-from mempipe.reports.examples import memory_diff
+from mempipe.reports.examples import golden_text, memory_diff
 from mempipe.reports.pages import render
 from mempipe.reports.traced import Traced
 from mempipe.settings import ConfigError
@@ -76,7 +76,7 @@ def _row(traced: Traced, index: int) -> dict[str, str]:
         "trajectory": _name(traced),
         "turn": str(index + 1),
         "question": traced.question.text,
-        "golden_answers": " | ".join(traced.question.golden_answers),
+        "golden_answers": golden_text(traced.question, between=" | "),
         "query": "\n".join(search.query for search in context.searches),
         "text_read": "\n\n".join(text for text in [*passages, *used, context.chunk] if text),
         "memory_before": context.memory_before,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mempipe.facts import is_memory_turn
-from mempipe.reports.examples import choose_examples
+from mempipe.reports.examples import choose_examples, golden_text
 from mempipe.reports.traced import Traced, phases_of
 from mempipe.settings import ConfigError
 from mempipe.types import Group, Question, Trajectory
@@ -61,7 +61,7 @@ def trajectory_lines(question: Question, trajectory: Trajectory) -> list[str]:
     lines = [
         f"{trajectory.id}",
         f"  question  {question.text}",
-        f"  golden    {' | '.join(question.golden_answers)}",
+        f"  golden    {golden_text(question, between=' | ')}",
     ]
     for index, context in enumerate(trajectory.contexts):
         lines.append(
@@ -82,7 +82,7 @@ def trajectory_lines(question: Question, trajectory: Trajectory) -> list[str]:
         lines.append(f"  recall    {asked}: {recall.answer!r}, {'right' if recall.score else 'wrong'}")
     answer = f"answer {trajectory.answer!r}" if trajectory.answer is not None else "no answer"
     lines.append(
-        f"  {answer}, ended by {trajectory.end_reason}, reward {trajectory.reward:.3f}, em {trajectory.em:.0f}"
+        f"  {answer}, ended by {trajectory.end_reason}, reward {trajectory.reward:.3f}, em {trajectory.em:.3g}"
     )
     return lines
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from mempipe.reports.examples import ShownTurn, shown_turns
+from mempipe.reports.examples import ShownTurn, golden_text, shown_turns, verdict
 from mempipe.reports.pages import cut, render
 from mempipe.reports.traced import Traced
 from mempipe.settings import ConfigError
@@ -59,7 +59,7 @@ def write_transcript(path: Path, shown: Sequence[Traced]) -> None:
     question = shown[0].question
     drawing = _Drawing()
     drawing.text(f"Question: {question.text}", style="head", chars=2 * _CHARS)
-    drawing.text(f"Right answer: {' or '.join(question.golden_answers)}", style="quiet", chars=2 * _CHARS)
+    drawing.text(f"Right answer: {golden_text(question)}", style="quiet", chars=2 * _CHARS)
     top, bottoms = drawing.y + 12, []
     for index, each in enumerate(shown):
         drawing.x, drawing.y = _MARGIN + index * (_COLUMN + _GAP), top
@@ -115,7 +115,7 @@ def _draw_trajectory(drawing: _Drawing, traced: Traced) -> None:
     drawing.y += 3
     answer = trajectory.answer.strip() if trajectory.answer is not None else "none"
     drawing.text(
-        f"{answer} ({'right' if right else 'wrong'})",
+        f"{answer} ({verdict(trajectory, traced.question)})",
         label="answer",
         indent=12,
         style="right" if right else "wrong",

@@ -14,8 +14,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mempipe.facts import FactState, fact_states, finds, is_memory_turn
-from mempipe.reports.examples import memory_diff
+from mempipe.facts import FactState, fact_states, finds, is_memory_turn, places_by_objective
+from mempipe.reports.examples import golden_text, memory_diff, verdict
 from mempipe.reports.pages import cut, render
 from mempipe.reports.traced import Traced
 from mempipe.storage.files import write_text
@@ -63,15 +63,17 @@ def _trajectory(traced: Traced, number) -> dict[str, Any]:
         "phase": traced.phase,
         "questionId": question.id,
         "question": question.text,
-        "golden": question.golden_answers,
+        "golden": golden_text(question),
         "hops": question.num_hops,
         "answer": trajectory.answer,
         "reward": trajectory.reward,
         "right": trajectory.em == 1.0,
+        "verdict": verdict(trajectory, question),
         "end": str(trajectory.end_reason).replace("_", " "),
         "budget": traced.memory_budget,
         "lost": any(FactState.LOST in turn for turn in states),
         "facts": [fact.value for fact in question.evidence],
+        "factsOf": places_by_objective(question),
         "turns": [
             _turn(traced, index, context, needed, number) | {"facts": [str(state) for state in states[index]]}
             for index, context in enumerate(trajectory.contexts)

@@ -8,8 +8,9 @@ with the same turn of the other attempts.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
-from mempipe.facts import FactState, contains_value, fact_states, finds, is_memory_turn
+from mempipe.facts import FactState, contains_value, fact_states, finds, golden_by_objective, is_memory_turn
 from mempipe.types import Measure, Question, Trajectory
 
 TurnValues = Sequence[float | None]
@@ -18,7 +19,7 @@ TurnReward = Callable[[Trajectory, Question], TurnValues]
 
 def kept_fact(trajectory: Trajectory, question: Question) -> list[float | None]:
     """Returns for every memory turn the needed facts that it found and its memory took, less those that its memory
-    lost. None for other turns, and for a question without evidence.
+    lost. Facts of all objectives count. None for other turns, and for a question without evidence.
 
     A fact that is lost and taken again earns nothing in the end, and a name that was guessed earns nothing.
     """
@@ -35,13 +36,14 @@ def kept_fact(trajectory: Trajectory, question: Question) -> list[float | None]:
 
 
 def answer_in_memory(trajectory: Trajectory, question: Question) -> list[float | None]:
-    """Returns for every memory turn 1 if its memory knows a golden answer, else 0. None for other turns, and for a
-    question of several objectives.
+    """Returns for every memory turn 1 if its memory knows a golden answer, else 0; with several objectives it is the
+    share of those with a golden answer that the memory knows. None for other turns.
     """
-    if question.objectives or not question.golden_answers:
+    golds = [answers for answers in golden_by_objective(question) if answers]
+    if not golds:
         return [None] * len(trajectory.contexts)
     return [
-        float(any(contains_value(context.memory_after, gold) for gold in question.golden_answers))
+        fmean(any(contains_value(context.memory_after, gold) for gold in answers) for answers in golds)
         if is_memory_turn(trajectory, index)
         else None
         for index, context in enumerate(trajectory.contexts)

@@ -110,6 +110,7 @@ def _root_inputs(question: Question) -> dict[str, Any]:
     return {
         "question": question.text,
         "golden_answers": question.golden_answers,
+        **({"objectives": question.objectives} if question.objectives else {}),
         "num_hops": question.num_hops,
         "evidence": evidence,
     }

@@ -133,6 +133,10 @@ def test_a_question_that_does_not_fit_fails_by_name_and_counts_with_0(evaluated)
 def test_pairs_are_scored_objective_by_objective(evaluated):
     rows = read_results(evaluated.folder / "noise" / "pairs_x2")
     assert len(rows) == 6 and all(len(row.em_by_objective) == 2 and row.question.count("?") == 2 for row in rows)
+    asked = [group.question for group in read_groups(evaluated.folder / "noise" / "pairs_x2")]
+    assert {fact.objective for question in asked for fact in question.evidence} == {0, 1}
+    for row in rows:
+        assert len(row.first_causes) == 2 * NUM_SAMPLES and (row.em > 0 or all(row.first_causes))
 
 
 def test_the_report_is_there_and_in_mlflow(evaluated):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from mempipe.evaluation.causes import Cause, first_cause
+from mempipe.evaluation.causes import Cause, first_causes
 from mempipe.types import Context, EndReason, Evidence, Passage, Question, Search, Trajectory
 
 QUESTION = Question(
@@ -65,12 +65,12 @@ def played(
     ],
 )
 def test_the_first_cause_of_a_wrong_answer(trajectory, cause):
-    assert first_cause(trajectory, QUESTION, growing=False) == cause
+    assert first_causes(trajectory, QUESTION, growing=False) == [cause]
 
 
 def test_a_passage_that_the_answering_turn_reads_is_known():
     """MEM1 answers from what it reads and writes no memory afterwards."""
-    assert first_cause(played((A, "Oslo"), (B, "")), QUESTION, growing=False) == Cause.NOT_USED
+    assert first_causes(played((A, "Oslo"), (B, "")), QUESTION, growing=False) == [Cause.NOT_USED]
 
 
 @pytest.mark.parametrize(
@@ -89,18 +89,18 @@ def test_a_memory_that_states_another_value_contradicts_its_passage(memories, ca
     read = [replace(search, passages=[passage]) for search in trajectory.contexts[0].searches]
     first, *others = trajectory.contexts
     trajectory = replace(trajectory, contexts=[replace(first, searches=read), *others])
-    assert first_cause(trajectory, QUESTION, growing=False) == cause
+    assert first_causes(trajectory, QUESTION, growing=False) == [cause]
 
 
 def test_a_history_that_grows_keeps_whatever_was_found():
-    assert first_cause(played(([*A, *B], "")), QUESTION, growing=True) == Cause.NOT_USED
-    assert first_cause(played((A, "")), QUESTION, growing=True) == Cause.STOPPED_EARLY
-    assert first_cause(played((A, ""), end=EndReason.CONTEXT_LIMIT), QUESTION, growing=True) == Cause.NEVER_FOUND
+    assert first_causes(played(([*A, *B], "")), QUESTION, growing=True) == [Cause.NOT_USED]
+    assert first_causes(played((A, "")), QUESTION, growing=True) == [Cause.STOPPED_EARLY]
+    assert first_causes(played((A, ""), end=EndReason.CONTEXT_LIMIT), QUESTION, growing=True) == [Cause.NEVER_FOUND]
 
 
 def test_without_known_facts_there_is_no_cause():
     plain = Question(id="q", text="?", golden_answers=["Ann"])
-    assert first_cause(played((A, "Oslo"), (None, "")), plain, growing=False) is None
+    assert first_causes(played((A, "Oslo"), (None, "")), plain, growing=False) == [None]
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_an_agent_that_reads_finds_what_stands_in_its_chunks(memories, cause):
     trajectory = played(*((None, memory) for memory in memories), (None, ""))
     chunks = ["He lives in Oslo.", "Ann lives there too.", ""]
     contexts = [replace(context, chunk=chunk) for context, chunk in zip(trajectory.contexts, chunks, strict=True)]
-    assert first_cause(replace(trajectory, contexts=contexts), QUESTION, growing=False) == cause
+    assert first_causes(replace(trajectory, contexts=contexts), QUESTION, growing=False) == [cause]

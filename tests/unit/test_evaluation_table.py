@@ -705,7 +705,7 @@ def test_charts_show_scores_by_set_and_hops_and_the_full_history(tmp_path):
     assert "em by hops" not in written(tmp_path / "plain", cell("a", "mine", [1]))["report.html"]
 
 
-def test_wrong_attempts_are_counted_by_their_first_cause(tmp_path):
+def test_wrong_answers_are_counted_by_their_first_cause(tmp_path):
     known = dataclasses.replace(question(0), num_hops=2, evidence=[Evidence(passage_id="9", value="Nile")])
     wrong = Group(id="q0", question=known, trajectories=[attempt("Rhine"), attempt(None, end=EndReason.NO_ACTION)])
     (row,) = rows_of(wrong)
@@ -713,7 +713,7 @@ def test_wrong_attempts_are_counted_by_their_first_cause(tmp_path):
     files = written(tmp_path, Cell(run="a", benchmark=Benchmark(name="mine", file="x"), rows=[row]))
     head, line = re.findall(r"^\| (?:run|a) \| (?:memory budget|1024) .*$", files["report.md"], flags=re.MULTILINE)
     counts = dict(zip(head.split(" | "), line.split(" | "), strict=True))
-    assert (counts["hops"], counts["wrong attempts"], counts["stopped early"], counts["lost"]) == ("2", "2", "1", "0")
+    assert (counts["hops"], counts["wrong answers"], counts["stopped early"], counts["lost"]) == ("2", "2", "1", "0")
     assert "2 wrong" in files["report.html"] and "First cause of wrong answers" in files["report.html"]
     chart = files["report.html"].partition("First cause of wrong answers")[2].partition("</svg>")[0]
     assert chart.count('class="bar') == 2 and "never" not in chart, "causes that nothing has are skipped"

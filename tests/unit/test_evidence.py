@@ -12,7 +12,7 @@ import pytest
 
 from mempipe.cli import main
 from mempipe.data.qa import iter_rows, read_questions
-from mempipe.evaluation.causes import first_cause
+from mempipe.evaluation.causes import first_causes
 from mempipe.evaluation.evidence import Fact, add_evidence, facts_of, match
 from mempipe.evaluation.memory_quality import memory_quality
 from mempipe.facts import contains_value
@@ -214,4 +214,4 @@ def test_hotpotqa_is_matched_to_an_index_and_its_memories_can_be_measured(tmp_pa
     )
     rates = memory_quality([Group(id="g", question=question, trajectories=[trajectory])])
     assert (rates["kept_rate"], rates["lost_rate"], rates["found_rate"]) == (0.5, 1.0, 1.0)
-    assert first_cause(trajectory, question, growing=False) == "lost"
+    assert first_causes(trajectory, question, growing=False) == ["lost"]

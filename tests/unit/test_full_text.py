@@ -23,7 +23,7 @@ from mempipe.agents.full_text import FullText, FullTextBudget, FullTextPrompts, 
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.engines.tokenizer import HFTokenizer
-from mempipe.evaluation.causes import Cause, first_cause
+from mempipe.evaluation.causes import Cause, first_causes
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.loader import parse_config
 from mempipe.rollout import make_rollout, run_group
@@ -145,4 +145,4 @@ async def test_it_is_scored_and_measured_like_the_others_with_its_text_as_what_i
     metrics = rollout_metrics([group], growing=True)
     assert (metrics["turns"], metrics["em"], metrics["searches"]) == (1.0, 0.5, 0.0)
     wrong = next(t for t in group.trajectories if t.em == 0)
-    assert first_cause(wrong, question, growing=True) == Cause.NOT_USED, "the fact was in the text that it read"
+    assert first_causes(wrong, question, growing=True) == [Cause.NOT_USED], "the fact was in the text that it read"

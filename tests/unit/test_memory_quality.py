@@ -241,7 +241,7 @@ def test_rates_without_a_case_are_absent():
     without_evidence = {"answer_in_memory", "truncation_rate", "memory_tokens", "copy_rate", "compression"}
     assert set(memory_quality([unknown])) == without_evidence
     joined = Question(id="q", text="?", golden_answers=["x; y"], objectives=[["x"], ["y"]])
-    assert set(memory_quality([replace(unknown, question=joined)])) == without_evidence - {"answer_in_memory"}
+    assert set(memory_quality([replace(unknown, question=joined)])) == without_evidence
     assert memory_quality([]) == {} and rollout_metrics([]) == {}
 
 

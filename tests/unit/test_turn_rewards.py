@@ -109,7 +109,8 @@ def test_a_memory_that_knows_any_golden_answer_earns_one():
     assert answer_in_memory(WHOLE, QUESTION) == [0.0, 1.0, None]
     assert answer_in_memory(WHOLE, replace(QUESTION, golden_answers=["Christiania"])) == [0.0, 0.0, None]
     several = replace(QUESTION, objectives=[["Oslo"], ["Ann Lee"]])
-    assert answer_in_memory(WHOLE, several) == [None, None, None]
+    assert answer_in_memory(WHOLE, several) == [0.5, 1.0, None], "the share of the objectives"
+    assert answer_in_memory(WHOLE, replace(QUESTION, golden_answers=[])) == [None, None, None]
 
 
 def test_every_sampled_token_is_priced_dropped_ones_too():

@@ -60,13 +60,13 @@ function select(each) {
 }
 
 function page(each) {
-  const facts = [`right answer: ${each.golden.join(" or ")}`, each.phase, each.hops > 1 ? `${each.hops} hops` : "",
+  const facts = [`right answer: ${each.golden}`, each.phase, each.hops > 1 ? `${each.hops} hops` : "",
     each.budget === null ? "" : `memory of at most ${each.budget} tokens`, each.id];
   const answer = each.answer === null ? `no answer: ${each.end}` : each.answer;
   return [element("h2", {}, each.question), element("p", {class: "facts"}, facts.filter(Boolean).join(" · ")),
     ...each.turns.map((turn, index) => turnPart(each, turn, index)),
     element("p", {class: `outcome ${each.right ? "right" : "wrong"}`}, `${each.right ? "✓" : "✗"} ${answer}`,
-      element("span", {}, `reward ${each.reward.toFixed(3)}, ended by ${each.end}`))];
+      element("span", {}, `${each.verdict.includes("of") ? `${each.verdict}, ` : ""}reward ${each.reward.toFixed(3)}, ended by ${each.end}`))];
 }
 
 function turnPart(each, turn, index) {
@@ -81,8 +81,9 @@ function turnPart(each, turn, index) {
   for (const use of turn.tools) parts.push(element("p", {class: "query"}, element("span", {}, use.tool), " " + use.arguments),
     ...use.texts.map(text => element("pre", {}, text)));
   if (turn.wrote) parts.push(memory(turn));
-  if (each.facts.length) parts.push(element("div", {}, ...each.facts.map(
-    (value, number) => element("span", {class: `fact ${turn.facts[number]}`}, `${value}: ${turn.facts[number]}`))));
+  each.factsOf.forEach((places, objective) => places.length && parts.push(element("div", {},
+    each.factsOf.length > 1 ? `question ${objective + 1}: ` : null, ...places.map(
+      place => element("span", {class: `fact ${turn.facts[place]}`}, `${each.facts[place]}: ${turn.facts[place]}`)))));
   parts.push(element("details", {}, element("summary", {}, "the whole message"), element("pre", {}, turn.message)));
   return element("div", {class: "turn"}, ...parts);
 }
