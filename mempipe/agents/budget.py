@@ -7,7 +7,8 @@ Each agent combines the limits that it needs from the classes here, and lists th
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Collection
+from typing import Any, Literal
 
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
@@ -60,6 +61,16 @@ class MemoryBudget(Budget):
     """Set: while training, every group draws its limit of the memory from these, in place of memory_tokens, and the
     prompt set states it as {memory_tokens}: one policy for several budgets."""
 
+    @field_validator("memory_tokens", mode="before")
+    @classmethod
+    def _one_memory(cls, tokens: Any) -> Any:
+        if isinstance(tokens, list):
+            raise ValueError(
+                f"budget.memory_tokens is {tokens}; a run has one. `mempipe sweep` tries several, as its setting "
+                "budgets, and budget.memory_choices trains one policy for several"
+            )
+        return tokens
+
     @model_validator(mode="after")
     def _message_holds_memory(self) -> MemoryBudget:
         if self.memory_message_limit < self.memory_tokens:
@@ -84,6 +95,22 @@ class MemoryBudget(Budget):
                 "it to the largest of them, which decides what a context must hold"
             )
         return self
+
+    def under(self, memory_tokens: int, *, fixed: Collection[str] = ()) -> dict[str, int]:
+        """Returns the limits by name, in tokens, with which these hold a memory of `memory_tokens`.
+
+        A larger memory raises the limit of its message and that of the context by what it adds to them. A smaller one
+        leaves both as they are. `fixed` are limits that do not follow.
+        """
+        changes = {"memory_tokens": memory_tokens}
+        more = memory_tokens - self.memory_tokens
+        if more > 0 and self.memory_message_tokens is not None and "memory_message_tokens" not in fixed:
+            changes["memory_message_tokens"] = self.memory_message_tokens + more
+        parts = self.model_copy(update=changes).parts()
+        added = sum(parts.values()) - sum(self.parts().values())
+        if added > 0 and "context_tokens" not in fixed:
+            changes["context_tokens"] = self.context_tokens + added
+        return changes
 
     @property
     def memory_message_limit(self) -> int:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
+from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.registry import agent_spec
 from mempipe.config import DEFAULT_AGENT, RunConfig
 from mempipe.evaluation.results import SETTINGS, read_result_state
@@ -42,8 +43,9 @@ class SweepConfig(EvaluationSuite):
     output: str = "sweeps"
     """Parent of the sweeps' folders."""
     budgets: list[PositiveInt] = Field(min_length=1)
-    """Values of budget.memory_tokens. An agent without that setting, and a control, is a reference: one trial for each
-    seed."""
+    """Values of budget.memory_tokens. One above that of a run's config raises memory_message_tokens and context_tokens
+    with it, unless the run's settings state them. An agent without memory_tokens, and a control, is a reference: one
+    trial for each seed."""
     seeds: list[int] = Field([1], min_length=1)
     """Each budget is tried once under each of them."""
     margin: float = Field(MARGIN, gt=0, lt=100)
@@ -118,15 +120,23 @@ def trials(sweep: SweepConfig, *, tracking: TrackingConfig | None = None) -> lis
     """Returns every trial of the sweep, agent by agent and budget by budget; all of them record as `tracking` says
     (None: as the sweep).
 
-    Raises ConfigError when an agent's config cannot be read, or does not allow one of the budgets.
+    Raises ConfigError when an agent's config cannot be read, or does not allow one of the budgets, and when there are
+    references only.
     """
     recorded = (tracking or sweep.tracking).model_dump()
-    return [
+    planned = [
         _trial(sweep, run, tokens, seed, recorded)
         for run in sweep.runs
         for tokens in (sweep.budgets if _has_memory_budget(run) else [None])
         for seed in sweep.seeds
     ]
+    if all(trial.memory_tokens is None for trial in planned):
+        names = ", ".join(run.name for run in sweep.runs)
+        raise ConfigError(
+            f"budgets is {sweep.budgets}, but none of the runs ({names}) has budget.memory_tokens, which it sets; name "
+            "an agent that writes a memory of that limit, such as memsearcher or memagent"
+        )
+    return planned
 
 
 def trial_name(run: EvaluatedRun, memory_tokens: int | None, seed: int) -> str:
@@ -212,7 +222,7 @@ def _config_file(folder: Path, trial: Trial, command: str) -> Path:
 
 def _trial(sweep: SweepConfig, run: EvaluatedRun, tokens: int | None, seed: int, tracking: dict[str, Any]) -> Trial:
     name = trial_name(run, tokens, seed)
-    changes: dict[str, Any] = {} if tokens is None else {"budget": {"memory_tokens": tokens}}
+    changes: dict[str, Any] = {} if tokens is None else {"budget": _limits(run, tokens)}
     suite = sweep.model_dump(include=set(EvaluationSuite.model_fields))
     suite |= {"name": name, "output": str(sweep.folder / "trials"), "seed": seed, "tracking": tracking}
     if not sweep.train:
@@ -235,9 +245,26 @@ def _training(
     own = {"name": f"{run.name}-mixed-seed-{seed}"} if is_mixed else merged({"name": name}, changes)
     own |= {"output": str(sweep.folder / "runs"), "seed": seed, "ray_address": sweep.ray_address}
     try:
-        return parse_section({**merged(values, own), "tracking": tracking}, RunConfig), is_mixed
+        training = parse_section({**merged(values, own), "tracking": tracking}, RunConfig)
+        if is_mixed:  # it is measured under a budget that it was not parsed with
+            budget = training.budget.model_dump() | changes["budget"] | {"memory_choices": []}
+            parse_section(training.model_dump() | {"budget": budget}, RunConfig)
     except ConfigError as error:
         raise ConfigError(f"runs: {name}: {error}") from error
+    return training, is_mixed
+
+
+def _limits(run: EvaluatedRun, tokens: int) -> dict[str, int]:
+    """Returns the limits of a trial that the budget decides; the run's settings decide the ones that they state."""
+    values = merged(run_values(run), run.settings)
+    spec = agent_spec(section_values(values, "agent").get("name", DEFAULT_AGENT))
+    try:
+        budget = parse_section(section_values(values, "budget"), spec.budget)
+    except ConfigError:  # the trial's config is refused with the reason, unless the budget mends it
+        return {"memory_tokens": tokens}
+    if not isinstance(budget, MemoryBudget):  # of a user-defined agent
+        return {"memory_tokens": tokens}
+    return budget.under(tokens, fixed=section_values(run.settings, "budget"))
 
 
 def _suite(values: dict[str, Any]) -> EvaluationSuite:

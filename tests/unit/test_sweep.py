@@ -10,6 +10,7 @@ import pytest
 import yaml
 from result_builders import answered
 
+from mempipe.agents.budget import MemoryBudget
 from mempipe.checks.sweep import check_sweep
 from mempipe.cli import main as command
 from mempipe.evaluation.results import ResultFolder, result_row
@@ -204,6 +205,73 @@ def test_a_budget_that_the_agent_does_not_allow_is_refused_before_anything_start
     assert not (tmp_path / "small").exists()
 
 
+def limits(trial: Trial) -> tuple[int, int | None, int]:
+    run = resolve_run(trial.suite, trial.suite.runs[0]) if trial.training is None else trial.training
+    budget = run.budget
+    assert isinstance(budget, MemoryBudget)
+    return budget.memory_tokens, budget.memory_message_tokens, budget.context_tokens
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_message_and_context_follow_a_budget_that_is_larger_than_that_of_the_config(tmp_path, train):
+    settings = {} if train else {"model": {"path": "m"}}
+    runs = [{"name": "mem", "config": QUICKSTART, "settings": settings}]  # 64, 68 and 512 tokens
+    planned = trials(config(tmp_path, runs=runs, budgets=[8, 64, 128, 300], train=train))
+    assert [*map(limits, planned)] == [(8, 68, 512), (64, 68, 512), (128, 132, 640), (300, 304, 984)]
+
+
+def test_the_shipped_sweep_over_hotpotqa_and_musique_states_its_budgets_alone():
+    sweep = load_sweep(ROOT / "jobs/configs/sweep_hotpot_musique.yaml")
+    runs = [run.model_copy(update={"config": str(ROOT / run.config)}) for run in sweep.runs]
+    planned = trials(sweep.model_copy(update={"runs": runs}))
+    assert [*map(limits, planned)] == [(512, None, 8192), (1024, None, 8192), (2048, None, 10240)]
+    runs = [run.model_copy(update={"settings": {}}) for run in runs]
+    planned = trials(sweep.model_copy(update={"runs": runs}))
+    assert [*map(limits, planned)] == [(512, 1088, 8192), (1024, 1088, 8192), (2048, 2112, 10240)]
+
+
+@pytest.mark.parametrize(
+    ("budget", "message"),
+    [
+        ({"context_tokens": 600}, "mem-memory-300-seed-1: budget.context_tokens is 600, but question 32 .* need 764"),
+        ({"memory_message_tokens": 100}, "memory_message_tokens is 100, less than budget.memory_tokens 300"),
+    ],
+)
+def test_a_limit_that_the_sweep_states_does_not_follow(tmp_path, budget, message):
+    runs = [{"name": "mem", "config": QUICKSTART, "settings": {"budget": budget}}]
+    with pytest.raises(ConfigError, match=message):
+        trials(config(tmp_path, runs=runs, budgets=[8, 300], train=True))
+
+
+def test_a_policy_for_several_budgets_is_measured_under_a_larger_one_with_the_limits_of_that_one(tmp_path):
+    mixed = {"memory_tokens": 64, "memory_choices": [8, 64]}
+    runs = [{"name": "mem", "config": QUICKSTART, "settings": {"budget": mixed}}]
+    small, large = trials(config(tmp_path, runs=runs, budgets=[8, 300], train=True))
+    assert small.suite.runs[0].settings == {"budget": {"memory_tokens": 8}}
+    assert large.suite.runs[0].settings["budget"] == {
+        "memory_tokens": 300,
+        "memory_message_tokens": 304,
+        "context_tokens": 984,
+    }
+    runs[0]["settings"]["budget"] = mixed | {"memory_message_tokens": 68}
+    with pytest.raises(ConfigError, match=r"runs: mem-memory-300-seed-1: .*_message_tokens is 68, less than .* 300"):
+        trials(config(tmp_path, runs=runs, budgets=[8, 300], train=True))
+
+
+def test_a_sweep_of_references_alone_is_refused(tmp_path):
+    runs = [{"name": "mem1", "config": str(ROOT / "jobs/configs/quickstart_mem1.yaml")}]
+    with pytest.raises(
+        ConfigError, match=r"budgets is \[4, 8\], but none of the runs \(mem1\) has budget.memory_tokens"
+    ):
+        trials(config(tmp_path, runs=runs, train=True))
+
+
+def test_a_run_with_several_memories_is_told_of_the_sweep(capsys):
+    assert command(["train", QUICKSTART, "budget.memory_tokens=[8,16]"]) == 2
+    error = capsys.readouterr().err
+    assert "budget.memory_tokens is [8, 16]; a run has one. `mempipe sweep` tries several" in error
+
+
 def test_a_finding_of_some_trials_names_them(tmp_path):
     runs = [{"name": name, "config": QUICKSTART} for name in ("a", "b")]
     gone = {"name": "own", "file": "{run}/world/validation.parquet"}
@@ -345,14 +413,6 @@ def test_a_trial_that_left_no_results_fails_the_sweep_by_name(tmp_path, monkeypa
         run_missing(sweep, planned)
     (only,) = started
     assert only.name == "mem-memory-4-seed-1" and only.commands[0][0] == "evaluate"
-
-
-def test_the_shipped_training_sweep_gives_each_budget_its_message_in_one_context():
-    planned = trials(load_sweep(ROOT / "jobs/configs/sweep_hotpot_musique.yaml"))
-    budgets = [trial.training.budget for trial in planned if trial.training is not None]
-    limits = [(each.memory_tokens, each.memory_message_limit, each.context_tokens) for each in budgets]
-    assert limits == [(512, 576, 10240), (1024, 1088, 10240), (2048, 2112, 10240)]
-    assert all(sum(each.parts().values()) < each.context_tokens for each in budgets)
 
 
 def test_the_shipped_sweep_has_the_budgets_that_the_document_reports():
