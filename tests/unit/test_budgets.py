@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -234,16 +233,82 @@ def test_a_true_loss_of_the_margin_is_called_enough_in_five_studies_of_a_hundred
     assert wrong / studies <= 0.05
 
 
+class DrawnStudies:
+    """Studies of two sets (nq with one hop, musique with two and three), whose answers are drawn. The largest budget
+    answers 60 % of the questions; the others truly lose `losses` of them by set, and change as many answers either way
+    as `noise` says. Trainings differ by `deviation`.
+    """
+
+    MARGIN = 0.1
+
+    def __init__(self, losses: Mapping[str, float], *, noise: float, deviation: float = 0.0, seed: int = 1) -> None:
+        self.losses, self.noise, self.deviation = losses, noise, deviation
+        self.generator = np.random.default_rng(seed)
+        self.banks = {name: self._rows(name, number, hops) for name, number, hops in SETS}
+
+    def _rows(self, name: str, number: int, hops: list[int]) -> list[tuple[ResultRow, ResultRow]]:
+        """A wrong and a right row of each question."""
+        rows = []
+        for i in range(number):
+            own = {"question_id": f"{name}{i}", "question": f"Which {name} {i}?", "num_hops": hops[i % len(hops)]}
+            rows.append((replace(_WRONG, **own), replace(_RIGHT, **own)))
+        return rows
+
+    def play(self, *, attempts: int = 1, trainings: int = 0) -> BudgetStudy:
+        easy = {name: self.generator.random(len(bank)) < 0.6 for name, bank in self.banks.items()}
+        runs = []
+        for repeat in range(trainings or attempts):
+            for tokens in (4, 8, 16):
+                extra = float(self.generator.normal(0, self.deviation)) if tokens < 16 else 0.0
+                sets = {name: self._answers(name, right, tokens, extra) for name, right in easy.items()}
+                seed = repeat if trainings else None
+                runs.append(
+                    MeasuredRun(name=f"{tokens}-{repeat}", agent="a", memory_tokens=tokens, sets=sets, training=seed)
+                )
+        return study_runs(runs, margin=100 * self.MARGIN)
+
+    def _answers(self, name: str, right: np.ndarray, tokens: int, extra: float) -> list[ResultRow]:
+        if tokens < 16:
+            drawn = self.generator.random(len(right))
+            lost = (self.losses[name] + extra + self.noise / 2) / 0.6
+            right = np.where(right, drawn >= lost, drawn < self.noise / 2 / 0.4)
+        return [rows[int(is_right)] for rows, is_right in zip(self.banks[name], right, strict=True)]
+
+    def called_enough(self, result: BudgetStudy) -> bool:
+        """Whether any budget is called enough for a part whose every set loses the margin."""
+        lossy = [name for name, loss in self.losses.items() if loss >= self.MARGIN]
+        parts = [label for label in told(result) if len(lossy) == 2 or label.partition(",")[0] in lossy]
+        return any(Verdict.ENOUGH in told(result)[label] for label in parts)
+
+
+SETS = (("nq", 60, [1]), ("musique", 120, [2, 3]))
+BOTH = {"nq": 0.1, "musique": 0.1}
+
+
 @pytest.mark.slow
-def test_a_study_of_drawn_answers_calls_a_loss_of_the_margin_enough_in_five_of_a_hundred_at_most():
-    generator, wrong = random.Random(1), 0
-    for _ in range(40):
-        easy = [generator.random() for _ in range(300)]
-        sets = {}
-        for tokens, mean in {4: 0.58, 8: 0.58, 16: 0.6}.items():
-            sets[tokens] = {"nq": rows([generator.random() < mean + 0.4 * (each - 0.5) for each in easy])}
-        wrong += Verdict.ENOUGH in told(study(sets))["nq"]
-    assert wrong <= 2
+@pytest.mark.parametrize(
+    ("losses", "drawn", "played", "studies"),
+    [
+        (BOTH, {"noise": 0.0}, {}, 100),
+        (BOTH, {"noise": 0.1}, {}, 200),
+        ({"nq": 0.0, "musique": 0.1}, {"noise": 0.1}, {}, 100),  # the mean over both sets loses less than the margin
+        (BOTH, {"noise": 0.1}, {"attempts": 3}, 60),
+        (BOTH, {"noise": 0.02, "deviation": 0.15}, {"trainings": 3}, 60),
+    ],
+)
+def test_a_whole_study_calls_a_loss_of_the_margin_enough_in_five_of_a_hundred_at_most(losses, drawn, played, studies):
+    """Of two budgets, five parts and their verdicts none may be wrong in more than 5 % of the studies."""
+    simulated = DrawnStudies(losses, **drawn)
+    wrong = sum(simulated.called_enough(simulated.play(**played)) for _ in range(studies))
+    assert wrong / studies <= 0.05
+
+
+def test_a_whole_study_calls_budgets_enough_that_lose_nothing():
+    """The simulation above would count none either if its questions were too few for any verdict."""
+    simulated = DrawnStudies({"nq": 0.0, "musique": 0.0}, noise=0.1)
+    results = [told(simulated.play()) for _ in range(10)]
+    assert list(results[0]) == ["all sets", "nq", "musique", "musique, 2 hops", "musique, 3 hops"]
+    assert sum(Verdict.ENOUGH in result["all sets"] for result in results) >= 8
 
 
 def test_the_intervals_of_all_parts_and_budgets_hold_together():
