@@ -22,6 +22,7 @@ from pathlib import Path
 import polars as pl
 
 from benchmarks.learning_plot import plot
+from mempipe.evaluation.statistics import t_interval
 
 BAR_BEFORE, BAR_AFTER = 0.30, 0.60
 MARKS = "<!-- the table of benchmarks.quickstart_seeds -->\n", "<!-- its end -->\n"
@@ -98,7 +99,7 @@ def report(folder: Path) -> dict[str, float]:
 
 
 def table_lines(reports: Mapping[int, Mapping[str, float]]) -> list[str]:
-    """Returns the table of a page, a row for each seed."""
+    """Returns the table of a page, a row for each seed, and the means of several with their t-intervals."""
     lines = [
         "| seed | before reinforcement learning | after 30 steps | 1 / 2 / 3 hops | facts it found and wrote down | "
         "prompt tokens per turn (with the full history) |",
@@ -115,6 +116,13 @@ def table_lines(reports: Mapping[int, Mapping[str, float]]) -> list[str]:
         tokens = f"{found['context_tokens_per_turn']:.0f} ({found['full_history_tokens_per_turn']:.0f})"
         cells = [with_interval("start", ""), with_interval("end", "**"), hops, kept, tokens]
         lines.append(f"| {seed} | {' | '.join(cells)} |")
+    if len(reports) > 1:
+        means = []
+        for label, mark in (("start", ""), ("end", "**")):
+            mean = t_interval([found[f"em_{label}"] for found in reports.values()])
+            low, high = max(mean.low, 0.0), min(mean.high, 1.0)
+            means.append(f"{mark}{mean.value:.3f}{mark} ({low:.3f} to {high:.3f} over trainings)")
+        lines.append(f"| mean | {' | '.join(means)} | | | |")
     return lines
 
 

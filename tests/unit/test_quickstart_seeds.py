@@ -31,6 +31,16 @@ def test_a_row_has_the_measured_values_with_their_intervals():
     assert table_lines({2: MEASURED})[2:] == [ROW]
 
 
+def test_several_seeds_have_their_mean_with_the_interval_over_trainings():
+    lines = table_lines({1: MEASURED, 2: MEASURED | {"em_start": 0.1, "em_end": 0.95}, 3: MEASURED | {"em_start": 0.2}})
+    # (0.09375, 0.1, 0.2): the deviation is 0.05963, times 4.3027 / sqrt(3)
+    assert (
+        lines[-1]
+        == "| mean | 0.131 (0.000 to 0.279 over trainings) | **0.968** (0.930 to 1.000 over trainings) | | | |"
+    )
+    assert len(lines) == 6
+
+
 def test_only_the_table_of_the_readme_changes(tmp_path):
     page = tmp_path / "README.md"
     page.write_text((ROOT / "README.md").read_text())
