@@ -1,7 +1,8 @@
 """The agent service as an ASGI application, without Ray: the routes of docs/serving.md (`mempipe.serve.routes`),
 and the limits before them.
 
-Every refusal has the error format of the OpenAI API. 429 and 503 carry Retry-After and mean "the same request later".
+Every refusal has the error format of the OpenAI API, at /mcp that of JSON-RPC. 429 and 503 carry Retry-After and mean
+"the same request later".
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from mempipe.answers.answering import Answering
 from mempipe.answers.api import CorpusReply
 from mempipe.answers.errors import ApiError, sentence
 from mempipe.serve.config import AgentServiceConfig
-from mempipe.serve.http.errors import FAILED, error_reply, refuse
+from mempipe.serve.http.errors import FAILED, Refusal, refuse
 from mempipe.serve.http.gate import Gate
 from mempipe.serve.http.heads import Heads
 from mempipe.serve.http.keys import API, Access, KeyRing
@@ -105,7 +106,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 async def _api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
-    return error_reply(error)
+    return Refusal(error)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
@@ -113,7 +114,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     problems = error.errors()[:3]
     message = "; ".join(sentence(each["loc"][1:], each) for each in problems)
     where = () if problems[0]["type"] == "json_invalid" else problems[0]["loc"][1:]  # of JSON a place, not a field
-    return error_reply(ApiError(400, message, param=".".join(map(str, where)) or None))
+    return Refusal(ApiError(400, message, param=".".join(map(str, where)) or None))
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -121,7 +122,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     url = f"{request.method[:20]} {request.url.path[:200]}"
     if error.status_code == 404:
         message = f"there is no {url!r}; /docs shows what there is"
-        return error_reply(ApiError(404, message, code="unknown_url"))
+        return Refusal(ApiError(404, message, code="unknown_url"))
     if error.status_code == 405:
         answer = refuse(405, f"{url!r} is not possible; this path takes {(error.headers or {}).get('Allow', '')}")
         answer.headers.update(error.headers or {})

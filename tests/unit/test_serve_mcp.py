@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import httpx2
 import pytest
-from mcp import Client, StdioServerParameters
+from mcp import Client, MCPError, StdioServerParameters
+from mcp.client.client import ConnectMode
 from mcp.client.streamable_http import streamable_http_client
 from service_builders import QUESTIONS, WORLD, Service, build_service, running, search
 
@@ -202,16 +205,64 @@ async def test_a_key_is_wanted_and_its_documents_are_its_own(tokenizer, tmp_path
         headers = {"authorization": f"Bearer {key}"}
         document = httpx.post(f"{service.url}/v1/documents", headers=headers).json()["id"]
         httpx.post(f"{service.url}/v1/documents/{document}/pieces", content=b"x", headers=headers)
+        names = {"host": "mempipe.example.com", "origin": "https://page.example.com"}  # a key works under any name
         for each, found in ((key, True), (other, False)):
-            http = httpx2.AsyncClient(headers={"authorization": f"Bearer {each}"})
-            async with Client(streamable_http_client(f"{service.url}/mcp", http_client=http)) as client:
+            async with client_with(service, authorization=f"Bearer {each}", **names) as client:
                 read = await client.call_tool("read_document", {"document": document})
                 assert read.is_error is not found
                 assert (await client.call_tool("ask", {"question": TWO_HOPS.text})).structured_content["answer"] == GOLD
 
 
+@asynccontextmanager
+async def client_with(service: Service, mode: ConnectMode = "auto", **headers: str) -> AsyncIterator[Client]:
+    http = httpx2.AsyncClient(headers=headers)
+    async with Client(streamable_http_client(f"{service.url}/mcp", http_client=http), mode=mode) as client:
+        yield client
+
+
+@contextmanager
+def refused(message: str, **data: Any) -> Iterator[None]:
+    """The block ends with an error that the client of the SDK shows for a refusal before the protocol."""
+    with pytest.raises((MCPError, ExceptionGroup)) as caught:
+        yield
+    error: Any = caught.value
+    while isinstance(error, ExceptionGroup):
+        (error,) = error.exceptions
+    assert isinstance(error, MCPError) and message in str(error) and error.error.data == data
+
+
+async def test_a_refusal_before_the_protocol_is_a_sentence_too(tokenizer, tmp_path):
+    key, record = new_key("ann")
+    service = build_service(tokenizer, tmp_path, keys=[record], requests_per_minute=80, max_in_flight=1)
+    with running(service):
+        for mode in ("auto", "legacy"):
+            with refused("the API key is missing or wrong", status=401, code="invalid_api_key"):
+                await client_with(service, mode).__aenter__()
+        async with client_with(service, authorization=f"Bearer {key}") as client:
+            with refused("the body has more than 1048576 bytes", status=413):
+                await client.call_tool("ask", {"question": "x" * 2**20})
+            service.engine.go_on.clear()
+            asking = asyncio.create_task(client.call_tool("ask", {"question": TWO_HOPS.text}))
+            while not service.engine.under_way:
+                await asyncio.sleep(0.01)
+            with refused("1 requests are in flight", status=503, retry_after_s=1):
+                await client.call_tool("search", {"query": "x"})
+            service.engine.go_on.set()
+            assert (await asking).structured_content["answer"] == GOLD
+            with refused("this key may make 80 requests a minute", status=429, retry_after_s=1):
+                for _ in range(8):
+                    await client.call_tool("search", {"query": "x"})
+
+
+async def test_a_service_without_keys_is_called_under_its_own_name_alone(service):
+    with refused("answers callers on its own machine only", status=403):
+        await client_with(service, host="mempipe.example.com").__aenter__()
+
+
 def test_the_path_takes_posts_of_its_own_origin_only(service):
-    assert httpx.get(f"{service.url}/mcp").status_code == 405
+    answer = httpx.get(f"{service.url}/mcp")
+    assert answer.status_code == 405 and answer.headers["allow"] == "POST"
+    assert answer.json()["id"] is None and answer.json()["error"]["data"] == {"status": 405}
     assert httpx.post(f"{service.url}/mcp", json={}, headers={"origin": "https://evil.com"}).status_code == 403
 
 

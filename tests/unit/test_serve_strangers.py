@@ -53,8 +53,9 @@ def test_a_body_without_a_key_is_401_before_it_arrives(address):
 
 
 def test_the_proxy_says_what_the_replicas_would_say(address):
-    answer = get(address, "/v1/models")
-    assert answer.json()["error"]["code"] == "invalid_api_key" and answer.headers["www-authenticate"] == "Bearer"
+    answer, call = get(address, "/v1/models"), get(address, "/mcp")
+    assert answer.json()["error"]["code"] == "invalid_api_key" and call.json()["error"]["data"]["status"] == 401
+    assert {each.headers["www-authenticate"] for each in (answer, call)} == {'Bearer realm="mempipe"'}
 
 
 def test_the_proxy_reads_the_keys_of_the_variables(monkeypatch, tmp_path, caplog):

@@ -1,14 +1,17 @@
-"""Refusals in the error format of the OpenAI API."""
+"""Refusals in the error format of the OpenAI API, and of JSON-RPC where a call of MCP is refused."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from pydantic import BaseModel
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
-from mempipe.serve.http.gate import retry_header
+from mempipe.serve.http.gate import RETRY_AFTER_S, retry_header
+from mempipe.serve.mcp.errors import is_call, rpc_error
 
 FAILED = "the service failed; its log says why"
 """Message to a client about a defect of the service."""
@@ -32,15 +35,30 @@ def error_body(error: ApiError) -> dict[str, Any]:
     return ErrorReply(error=body).model_dump()
 
 
-def error_reply(error: ApiError) -> JSONResponse:
-    """Returns the whole answer, with Retry-After where the same request may be made again."""
-    challenge = {"WWW-Authenticate": "Bearer"} if error.status == 401 else {}
-    return JSONResponse(error_body(error), error.status, challenge | (retry_header(error.status) or {}))
+class Refusal(JSONResponse):
+    """The whole answer of a refused request, with Retry-After where the same request may be made again.
+
+    A 401 names the scheme of the keys, and says that the key is wrong where there was one (RFC 6750).
+    """
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(error_body(error), error.status, retry_header(error.status))
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self.status_code == 401:
+            wrong = ', error="invalid_token"' if "authorization" in Headers(scope=scope) else ""
+            self.headers["WWW-Authenticate"] = f'Bearer realm="mempipe"{wrong}'
+        if is_call(scope["path"]):
+            retry_after_s = RETRY_AFTER_S if retry_header(self.status_code) else None
+            self.body = self.render(rpc_error(self._error, retry_after_s=retry_after_s))
+            self.headers["content-length"] = str(len(self.body))
+        await super().__call__(scope, receive, send)
 
 
-def refuse(status: int, message: str) -> JSONResponse:
+def refuse(status: int, message: str) -> Refusal:
     """Returns the answer of a refusal that needs one sentence (`mempipe.serve.http.gate.Refuse`)."""
-    return error_reply(ApiError(status, message))
+    return Refusal(ApiError(status, message))
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

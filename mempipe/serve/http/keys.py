@@ -23,11 +23,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
 from mempipe.checks.machine import LOOPBACK
-from mempipe.serve.http.errors import error_reply
+from mempipe.serve.http.errors import Refusal
+from mempipe.serve.mcp.errors import PATH
 from mempipe.settings import ConfigError
 
 VARIABLE = "MEMPIPE_API_KEYS"
-API = ("/v1/", "/mcp")
+API = ("/v1/", PATH)
 """Beginnings of the paths that want a key."""
 NOBODY = "local"
 """The owner of requests if keys are not required."""
@@ -201,7 +202,7 @@ class Access:
             allowance = self._allowances.setdefault(owner, Allowance(*self._limits))
             allowance.take()
         except ApiError as error:
-            await error_reply(error)(scope, receive, send)
+            await Refusal(error)(scope, receive, send)
             return
         allowance.under_way += 1
         try:

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
 from mempipe.serve.http import refusals
-from mempipe.serve.http.errors import error_reply, refuse
+from mempipe.serve.http.errors import Refusal, refuse
 from mempipe.serve.http.keys import API, KeyRing, WatchedKeys, owner_of
 from mempipe.serve.http.probes import SharedReplies
 from mempipe.serve.http.turns import Turns
@@ -68,7 +68,7 @@ class Strangers:
                     owner_of(scope, self._keys)
             except ApiError as error:
                 refusals.count("key")
-                await error_reply(error)(scope, receive, send)
+                await Refusal(error)(scope, receive, send)
                 return
             await self._app(scope, receive, send)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from mcp.server.streamable_http_manager import StreamableHTTPSessionManager
+from mcp.server.transport_security import TransportSecuritySettings
 from starlette.types import Receive, Scope, Send
 
 from mempipe.serve.mcp.server import make_server
@@ -30,7 +31,11 @@ class McpOverHttp:
     async def _run(self, started: asyncio.Future[StreamableHTTPSessionManager]) -> None:
         """Runs the manager as long as the process lives; Serve tells no application when it starts or ends."""
         server = make_server(self._parts)
-        server.streamable_http_app(stateless_http=True, max_request_body_size=self._max_body_bytes)
+        # Access has checked host and origin; the SDK would take requests to the names of this machine alone.
+        unchecked = TransportSecuritySettings(enable_dns_rebinding_protection=False)
+        server.streamable_http_app(
+            stateless_http=True, max_request_body_size=self._max_body_bytes, transport_security=unchecked
+        )
         async with server.session_manager.run():
             started.set_result(server.session_manager)
             await asyncio.Event().wait()

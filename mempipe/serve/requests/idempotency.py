@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
-from mempipe.serve.http.errors import error_reply
+from mempipe.serve.http.errors import Refusal
 from mempipe.serve.requests.store import Store, StoredReply
 
 HEADER = "idempotency-key"
@@ -46,7 +46,7 @@ class Idempotency:
                 raise ApiError(400, "Idempotency-Key should be 1 to 255 printable characters without blanks")
             kept = await self._store.begin_reply(owner, key, hashlib.sha256(asked).hexdigest())
         except ApiError as error:
-            await error_reply(error)(scope, receive, send)
+            await Refusal(error)(scope, receive, send)
             return
         if kept is not None:
             response = Response(kept.body, kept.status)

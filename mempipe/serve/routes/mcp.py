@@ -5,10 +5,9 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.routing import Route
 
+from mempipe.serve.mcp.errors import PATH
 from mempipe.serve.mcp.http import McpOverHttp
 from mempipe.serve.routes.parts import Parts
-
-PATH = "/mcp"
 
 
 def add_mcp(app: FastAPI, parts: Parts, *, max_body_bytes: int) -> None:
