@@ -11,9 +11,10 @@ from mempipe.text import replace_surrogates
 MAX_OBJECTIVES = 16
 MAX_SAMPLES = 16
 MAX_QUESTION_CHARS = 100_000
+MAX_ID_CHARS = 200
 Text = Annotated[str, Field(strict=True, min_length=1, pattern=r"\S")]
 QuestionText = Annotated[Text, Field(max_length=MAX_QUESTION_CHARS)]
-Id = Annotated[str, Field(strict=True, min_length=1, max_length=200)]
+Id = Annotated[str, Field(strict=True, min_length=1, max_length=MAX_ID_CHARS)]
 
 
 def _encodable(value: object) -> Any:
@@ -303,11 +304,6 @@ class SessionReply(BaseModel):
     num_questions: int
     created_at: float
     expires_at: float
-
-
-class SessionsReply(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[SessionReply]
 
 
 class DocumentReply(BaseModel):

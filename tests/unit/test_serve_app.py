@@ -258,6 +258,26 @@ def test_a_session_carries_what_was_found_and_asked_to_its_next_question(service
     assert post(service, question="x", session=session["id"]).status_code == 404
 
 
+def test_sessions_are_listed_page_by_page(tokenizer, tmp_path):
+    service = build_service(tokenizer, tmp_path)
+    with running(service), httpx.Client(base_url=service.url) as client:
+        ids = [client.post("/v1/sessions").json()["id"] for _ in range(3)]
+
+        def page(**asked: Any) -> Any:
+            return client.get("/v1/sessions", params=asked).json()
+
+        assert [each["id"] for each in page()["data"]] == ids and not page()["has_more"]
+        first = page(limit=2)
+        assert (first["object"], first["first_id"], first["last_id"]) == ("list", ids[0], ids[1]) and first["has_more"]
+        assert [each["id"] for each in page(limit=2, after=ids[1])["data"]] == ids[2:]
+        assert [each["id"] for each in page(limit=2, order="desc")["data"]] == [ids[2], ids[1]]
+        for wrong in ({"limit": 0}, {"limit": 101}, {"after": "none"}, {"order": "up"}):
+            assert page(**wrong)["error"]["param"] == next(iter(wrong))
+        operation = client.get("/openapi.json").json()["paths"]["/v1/sessions"]["get"]
+    (limit,) = [each["schema"] for each in operation["parameters"] if each["name"] == "limit"]
+    assert (limit["default"], limit["maximum"]) == (100, 100)
+
+
 def test_a_session_is_free_again_after_a_question_that_failed(service):
     session = post(service, "/v1/sessions").json()["id"]
     service.engine.fault = InfrastructureFault("gone")

@@ -149,6 +149,29 @@ def test_a_stored_response_can_be_read_and_deleted(service):
     assert missing.value.param == "previous_response_id" and missing.value.code == "previous_response_not_found"
 
 
+def test_the_items_of_a_request_are_listed_page_by_page(service):
+    said = [{"role": "user", "content": f"number {n}"} for n in range(4)]
+    items = [*said, {"role": "assistant", "content": "five", "id": "a"}]
+    items += [{"type": "function_call_output", "call_id": "c", "output": "half \ud83d", "id": "a"}, {"id": ""}]
+    items[-1] |= {"role": "user", "content": [{"type": "input_text", "text": TWO_HOPS.text}]}
+    body, headers = json.dumps({"input": items}), {"content-type": "application/json"}  # escapes half a character
+    response = httpx.post(f"{service.url}/v1/responses", content=body, headers=headers, timeout=30).json()["id"]
+    listed = client_of(service).responses.input_items
+    newest = list(listed.list(response, limit=2))
+    assert [item.id for item in newest][1:3] == [f"input_5_of_{response}", "a"] and len(newest) == len(items)
+    page = listed.list(response, limit=3, order="asc", after=newest[-1].id)
+    assert [item.content[0].text for item in page.data] == ["number 1", "number 2", "number 3"] and page.has_more
+    assert newest[0].content[0].text == TWO_HOPS.text and newest[1].output == "half \ufffd"
+    assert (newest[2].role, newest[2].content[0].type) == ("assistant", "output_text")
+    (one,) = listed.list(ask(service).id)
+    assert (one.role, one.content[0].text) == ("user", TWO_HOPS.text)
+    for wrong in ({"after": "none"}, {"limit": 101}):
+        with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
+            listed.list(response, **wrong)
+    with pytest.raises(openai.NotFoundError):
+        listed.list("none")
+
+
 def test_the_next_question_goes_on_from_the_memory_in_each_of_three_ways(service):
     """By the response's id, by its items sent back, and in a conversation: the policy reads the same."""
     client = client_of(service)
@@ -217,10 +240,55 @@ def test_the_items_of_a_conversation_count_as_what_its_key_stores(tokenizer, tmp
 
 def test_a_conversation_lists_what_it_does_not_keep(service):
     said = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "who?"}]
-    body: dict[str, Any] = {"metadata": {"topic": "x"}, "items": [*said, {"type": "web_search_call", "id": "a"}]}
+    body: dict[str, Any] = {"items": [*said, {"type": "web_search_call", "id": "a"}]}
     made = httpx.post(f"{service.url}/v1/conversations", json=body, timeout=30)
-    assert (made.json()["metadata"], made.headers[IGNORED]) == ({}, "metadata, items.system, items.web_search_call")
+    more = httpx.post(f"{service.url}/v1/conversations/{made.json()['id']}/items", json=body, timeout=30)
+    assert made.headers[IGNORED] == more.headers[IGNORED] == "items.system, items.web_search_call"
     assert IGNORED not in httpx.post(f"{service.url}/v1/conversations", timeout=30).headers
+
+
+def test_a_conversation_keeps_what_a_client_notes_with_it(service):
+    conversations = client_of(service).conversations
+    made = conversations.create(metadata={"topic": "x"}, items=[{"role": "user", "content": "who?"}])
+    assert made.metadata == conversations.retrieve(made.id).metadata == {"topic": "x"}
+    assert conversations.update(made.id, metadata={"topic": "y"}).metadata == {"topic": "y"}
+    ask(service, conversation=made.id)
+    assert conversations.retrieve(made.id).metadata == {"topic": "y"}
+    assert conversations.update(made.id, metadata=None).metadata == {}
+    with pytest.raises(openai.NotFoundError):
+        conversations.update("none", metadata={})
+
+
+def test_the_one_item_of_a_conversation_is_its_memory(service):
+    conversations = client_of(service).conversations
+    made = conversations.create()
+    assert list(conversations.items.list(made.id)) == []
+    said = [{"role": "user", "content": "who?"}, {"role": "assistant", "content": "Ann"}]
+    for _ in range(2):
+        added = conversations.items.create(made.id, items=said)
+    (item,) = conversations.items.list(made.id)
+    assert item.summary[0].text == "who? Ann\nwho? Ann" and (added.first_id, added.last_id) == (item.id, item.id)
+    ask(service, conversation=made.id)
+    (item,) = conversations.items.list(made.id)
+    assert item.summary[0].text == httpx.get(f"{service.url}/v1/sessions/{made.id}").json()["memory"]
+    other = conversations.create(items=[{"role": "user", "content": "forget this"}])
+    conversations.items.create(other.id, items=[item.model_dump(exclude_none=True)])  # a memory takes its place
+    assert next(iter(conversations.items.list(other.id))).summary == item.summary
+    with pytest.raises(openai.NotFoundError, match="there is no 'DELETE /v1/conversations/"):
+        conversations.items.delete(item.id, conversation_id=made.id)
+
+
+def test_items_wait_for_the_question_that_is_in_flight(service):
+    made = client_of(service).conversations.create()
+    service.engine.go_on.clear()
+    body = {"question": TWO_HOPS.text, "session": made.id, "stream": True}
+    with httpx.stream("POST", f"{service.url}/v1/answer", json=body, timeout=20) as asking:
+        lines = asking.iter_lines()
+        next(lines)
+        items = {"items": [{"role": "user", "content": "who?"}]}
+        assert refused(service, f"conversations/{made.id}/items", **items) == (409, "session")
+        service.engine.go_on.set()
+        assert "event: answer" in [*lines]
 
 
 def test_a_wrong_item_of_a_conversation_is_named(service):
@@ -351,13 +419,15 @@ def test_foreign_items_are_history_and_what_is_not_read_is_listed():
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "It is\n21."}]},
     ]
     expected = 'how warm is it? weather {"city": "Lima"} 21 degrees It is 21.'
-    assert read_items([InputItem.model_validate(item) for item in items]) == (expected, ["items.reasoning"])
+    noted, unread = read_items([InputItem.model_validate(item) for item in items])
+    assert (noted(""), unread) == (expected, ["items.reasoning"])
     request = ResponseRequest.model_validate({"input": [*items, {"role": "user", "content": "so?"}]})
     read = read_response(request, takes_instructions=True)
     assert (read.history(), read.history("before")) == (expected, f"before\n{expected}")
     assert read.ignored == ["input.reasoning"]
     call = items[1] | {"arguments": "half a character: \ud800"}
-    assert read_items([InputItem.model_validate(call)]) == ("weather half a character: \ufffd", [])
+    noted, unread = read_items([InputItem.model_validate(call)])
+    assert (noted(""), unread) == ("weather half a character: \ufffd", [])
     ours = {"type": "reasoning", "id": "memory_0", "summary": [{"type": "summary_text", "text": "known"}]}
     request = ResponseRequest.model_validate({"input": [*items, ours, {"role": "user", "content": "so?"}]})
     assert read_response(request, takes_instructions=True).history("before") == f"known\n{expected}"

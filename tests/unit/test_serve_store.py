@@ -49,7 +49,37 @@ async def test_a_session_keeps_its_memory_over_a_restart(tmp_path):
     await store.release(session.id, "Paris is the capital")
     again = await open_store(tmp_path).session(session.id, "ann")
     assert (again.memory, again.num_questions) == ("Paris is the capital", 1)
-    assert [each.id for each in await store.sessions("ann")] == [session.id]
+    assert [each.id for each in await store.sessions("ann", limit=9)] == [session.id]
+
+
+async def test_sessions_are_listed_in_the_order_of_their_creation(tmp_path, later):
+    store, ids = open_store(tmp_path), list[str]()
+    for _ in range(3):  # two at the same time each
+        ids += sorted([(await store.create_session("ann")).id, (await store.create_session("ann")).id])
+        later(1)
+    await store.create_session("bob")
+
+    async def found(**asked) -> list[str]:
+        return [each.id for each in await store.sessions("ann", **asked)]
+
+    assert await found(limit=9) == ids
+    assert await found(limit=3, after=ids[0]) == ids[1:4]
+    assert await found(limit=2, after=ids[3], newest_first=True) == [ids[2], ids[1]]
+    await store.delete_session(ids[1], "ann")
+    assert await refused(found(limit=2, after=ids[1])) == 400
+
+
+async def test_a_session_is_changed_between_questions_only(tmp_path):
+    store = open_store(tmp_path, max_owner_bytes=20)
+    session = await store.create_session("ann", memory="a")
+    await store.claim(session.id, "ann", for_s=60)
+    assert await refused(store.change_session(session.id, "ann", metadata="{}")) == 409
+    await store.release(session.id, "b")
+    changed = await store.change_session(session.id, "ann", metadata="{}", noted=lambda memory: f"{memory}c")
+    assert (changed.memory, changed.metadata, changed.num_questions) == ("bc", "{}", 1)
+    assert await store.session(session.id, "ann") == changed
+    assert await refused(store.change_session(session.id, "ann", noted=lambda memory: "x" * 19)) == 429
+    assert await refused(store.change_session(session.id, "bob", metadata="")) == 404
 
 
 async def test_one_question_at_a_time_and_a_lost_one_lets_go(tmp_path, later):
@@ -84,7 +114,7 @@ async def test_what_is_anothers_is_not_there(tmp_path):
         store.session("session-none", "ann"),
     ):
         assert await refused(call) == 404
-    assert await store.sessions("bob") == []
+    assert await store.sessions("bob", limit=9) == []
     await store.delete_session(session.id, "ann")
     assert await refused(store.session(session.id, "ann")) == 404
 
@@ -97,7 +127,7 @@ async def test_what_has_expired_is_gone_and_makes_room(tmp_path, later):
     await store.create_session("bob")
     later(0.15)
     assert await refused(store.session(session.id, "ann")) == 404
-    assert await store.sessions("ann") == []
+    assert await store.sessions("ann", limit=9) == []
     await store.create_session("ann")
 
 

@@ -227,6 +227,15 @@ class DeletedResponseReply(BaseModel):
     deleted: Literal[True] = True
 
 
+class ItemOfInput(BaseModel):
+    """An item of a request as it was sent, with a separate id; the content of a message is a list of parts."""
+
+    model_config = ConfigDict(extra="allow")
+
+    id: str
+    type: str
+
+
 class ConversationRequest(RequestBody):
     """The first items of a conversation.
 
@@ -234,9 +243,19 @@ class ConversationRequest(RequestBody):
     """
 
     items: Annotated[list[InputItem], Field(max_length=MAX_MESSAGES)] | None = None
+    metadata: Metadata | None = None
+    """Kept with the conversation."""
 
-    # Taken and not kept.
-    metadata: Any = None
+
+class ConversationUpdate(RequestBody):
+    metadata: Metadata | None
+    """Replaces the metadata of the conversation."""
+
+
+class ItemsRequest(RequestBody):
+    """Items that the memory of a conversation notes."""
+
+    items: Annotated[list[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
 
 
 class ConversationReply(BaseModel):

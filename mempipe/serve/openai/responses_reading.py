@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,12 +86,19 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
     return ReadResponse(asked=asked, memory=memory, said=said[:-1], ignored=ignored)
 
 
-def read_items(items: Sequence[InputItem]) -> tuple[str, list[str]]:
-    """Returns items of an earlier conversation as a memory, and the names of skipped items. Raises ApiError 400."""
+def read_items(items: Sequence[InputItem]) -> tuple[Callable[[str], str], list[str]]:
+    """Returns how items change the memory of their conversation, and the names of skipped items. Raises ApiError 400.
+
+    Messages are lines after the memory, and a memory among the items takes its place.
+    """
     memory, messages, unknown = _read_items(items, "items")
     said = [each for each in messages if each.role not in INSTRUCTIONS]
     unknown |= {each.role for each in messages if each.role in INSTRUCTIONS}
-    return remembered(memory or "", said) or "", of_messages("items", (), unknown)
+
+    def noted(before: str) -> str:
+        return remembered(before if memory is None else memory, said) or ""
+
+    return noted, of_messages("items", (), unknown)
 
 
 def in_response(error: ApiError, request: ResponseRequest) -> ApiError:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
-from mempipe.answers.api import AnswerReply, TurnReply
+from mempipe.answers.api import MAX_ID_CHARS, AnswerReply, TurnReply
 from mempipe.answers.replies import finish_reason
 from mempipe.serve.openai.responses_api import (
     CachedTokens,
     ConversationOfResponse,
     IncompleteDetails,
+    InputItem,
+    ItemOfInput,
     MessageItem,
     OutputText,
     ReasoningItem,
@@ -25,6 +28,7 @@ from mempipe.serve.openai.responses_api import (
 )
 from mempipe.serve.openai.responses_reading import MEMORY, THOUGHT
 from mempipe.serve.requests.event_stream import Event
+from mempipe.text import replace_surrogates
 
 
 def begun(request: ResponseRequest, *, response_id: str, model: str, keeps: bool) -> ResponseReply:
@@ -65,6 +69,30 @@ def finished(response: ResponseReply, reply: AnswerReply) -> ResponseReply:
         "mempipe": reply,
     }
     return response.model_copy(update=changes)
+
+
+def of_input(items: Sequence[InputItem], response_id: str) -> list[ItemOfInput]:
+    """Returns the items of a request as the Responses API lists them, oldest first."""
+    listed, seen = list[ItemOfInput](), set[str]()
+    for index, item in enumerate(items):
+        sent = json.dumps(item.model_dump(exclude_unset=True), ensure_ascii=False)
+        fields = json.loads(replace_surrogates(sent))  # half a character cannot be sent back
+        if item.type == "message" and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            empty = {"annotations": []} if item.role == "assistant" else {}
+            fields["content"] = [{"type": kind, "text": fields["content"], **empty}]
+        item_id = fields.get("id") or ""
+        if not 0 < len(item_id) <= MAX_ID_CHARS or item_id in seen:  # a client that lists by pages needs one for each
+            item_id = f"input_{index}_of_{response_id}"
+        seen.add(item_id)
+        listed.append(ItemOfInput.model_validate({"status": "completed", **fields, "id": item_id, "type": item.type}))
+    return listed
+
+
+def of_memory(memory: str, conversation: str) -> list[ReasoningItem]:
+    """Returns the items of a conversation: its memory, as after a turn; none where it is empty."""
+    summary = [SummaryText(text=memory)]
+    return [ReasoningItem(id=f"{MEMORY}of_{conversation}", summary=summary, content=[])] if memory else []
 
 
 def _reasoning(turn: TurnReply, response_id: str) -> ReasoningItem | None:

@@ -16,7 +16,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -50,10 +50,14 @@ CREATE TABLE IF NOT EXISTS replies (
 );
 """
 _ADDED = {
-    "holder": ("TEXT NOT NULL DEFAULT ''", "''"),
-    "num_bytes": ("INTEGER NOT NULL DEFAULT 0", "LENGTH(CAST(memory AS BLOB))"),
+    "sessions": {
+        "holder": ("TEXT NOT NULL DEFAULT ''", "''"),
+        "num_bytes": ("INTEGER NOT NULL DEFAULT 0", "LENGTH(CAST(memory AS BLOB))"),
+        "metadata": ("TEXT NOT NULL DEFAULT ''", "''"),
+    },
+    "responses": {"items": ("TEXT NOT NULL DEFAULT ''", "''")},
 }
-"""Columns that the sessions of an earlier version lack: their types, and their values for the rows of that version."""
+"""Columns that the tables of an earlier version lack: their types, and their values for the rows of that version."""
 _INDEXES = """
 CREATE INDEX IF NOT EXISTS sessions_of_owner ON sessions (owner, created_at);
 CREATE INDEX IF NOT EXISTS sessions_by_end ON sessions (expires_at);
@@ -81,6 +85,8 @@ class Session:
     num_questions: int
     created_at: float
     expires_at: float
+    metadata: str = ""
+    """Notes of a client, as JSON; "" for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +110,13 @@ class StoredReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredResponse:
-    """A response of the Responses API as JSON, and the memory that the next one starts from."""
+    """A response of the Responses API as JSON, the memory that the next one starts from, and its input items as JSON
+    ("" for none)."""
 
     id: str
     body: str
     memory: str
+    items: str = ""
 
 
 class Store:
@@ -143,11 +151,12 @@ class Store:
                 database.execute("PRAGMA journal_mode=WAL")
                 database.executescript(_TABLES)
                 database.execute("BEGIN IMMEDIATE")  # replicas may start at the same time
-                known = {row["name"] for row in database.execute("PRAGMA table_info(sessions)")}
-                for name in _ADDED.keys() - known:
-                    kind, value = _ADDED[name]
-                    database.execute(f"ALTER TABLE sessions ADD COLUMN {name} {kind}")
-                    database.execute(f"UPDATE sessions SET {name}={value}")
+                for table, columns in _ADDED.items():
+                    known = {row["name"] for row in database.execute(f"PRAGMA table_info({table})")}
+                    for name in columns.keys() - known:
+                        kind, value = columns[name]
+                        database.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
+                        database.execute(f"UPDATE {table} SET {name}={value}")
                 database.executescript(_INDEXES)
             self._reserve.fill()
             # With one connection open SQLite keeps the files next to the database, for which a full disk has no room.
@@ -156,11 +165,11 @@ class Store:
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"state is {str(path.parent)!r}, where no database can be kept: {error}") from error
 
-    async def create_session(self, owner: str, *, memory: str = "") -> Session:
+    async def create_session(self, owner: str, *, memory: str = "", metadata: str = "") -> Session:
         """Creates a session with a memory. Raises ApiError 429 when the owner has too many or keeps too much."""
 
         def create(database: sqlite3.Connection) -> Session:
-            num_bytes = len(memory.encode())
+            num_bytes = len(memory.encode()) + len(metadata.encode())
             self._check_room(database, "sessions", owner, num_bytes)
             now = time.time()
             session = Session(
@@ -169,21 +178,71 @@ class Store:
                 num_questions=0,
                 created_at=now,
                 expires_at=now + self._lifetime_s,
+                metadata=metadata,
             )
             database.execute(
-                "INSERT INTO sessions (id, owner, memory, num_bytes, num_questions, created_at, expires_at) "
-                "VALUES (?,?,?,?,?,?,?)",
-                (session.id, owner, memory, num_bytes, 0, now, session.expires_at),
+                "INSERT INTO sessions (id, owner, memory, metadata, num_bytes, num_questions, created_at, expires_at) "
+                "VALUES (?,?,?,?,?,?,?,?)",
+                (session.id, owner, memory, metadata, num_bytes, 0, now, session.expires_at),
             )
             return session
 
         return await self._run(create)
 
-    async def sessions(self, owner: str) -> list[Session]:
-        """Returns the owner's sessions, oldest first."""
-        query = f"SELECT {_SESSION} FROM sessions WHERE owner=? AND expires_at>? ORDER BY created_at, id"
-        rows = await self._run(lambda database: database.execute(query, (owner, time.time())).fetchall())
-        return [Session(**row) for row in rows]
+    async def sessions(
+        self, owner: str, *, limit: int, after: str | None = None, newest_first: bool = False
+    ) -> list[Session]:
+        """Returns at most `limit` of the owner's sessions, in the order of their creation: those after the session
+        `after`. Raises ApiError 400 when there is no such session.
+        """
+
+        def read(database: sqlite3.Connection) -> list[Session]:
+            then, way = ("<", "DESC") if newest_first else (">", "ASC")
+            where, arguments = "owner=? AND expires_at>?", [owner, time.time()]
+            if after is not None:
+                try:
+                    last = _session(database, after, owner)
+                except ApiError as error:
+                    raise ApiError(400, f"{error}; leave after out to begin again", param="after") from error
+                where, arguments = f"{where} AND (created_at, id) {then} (?,?)", [*arguments, last.created_at, last.id]
+            query = f"SELECT {_SESSION} FROM sessions WHERE {where} ORDER BY created_at {way}, id {way} LIMIT ?"
+            return [Session(**row) for row in database.execute(query, (*arguments, limit))]
+
+        return await self._run(read)
+
+    async def change_session(
+        self,
+        session_id: str,
+        owner: str,
+        *,
+        metadata: str | None = None,
+        noted: Callable[[str], str] = lambda memory: memory,
+    ) -> Session:
+        """Changes a session between two questions: its metadata, and its memory, which `noted` turns into the new one.
+
+        Raises ApiError 404, 409 when a question of it is in flight, 429 and 503 when there is no room.
+        """
+
+        def change(database: sqlite3.Connection) -> Session:
+            before = _session(database, session_id, owner)
+            held = database.execute("SELECT holder, busy_until FROM sessions WHERE id=?", (session_id,)).fetchone()
+            if held["busy_until"] >= time.time() and not _is_gone(held["holder"]):
+                raise ApiError(409, f"session {session_id} is working on a question", param="session")
+            changed = replace(
+                before,
+                memory=noted(before.memory),
+                metadata=before.metadata if metadata is None else metadata,
+                expires_at=time.time() + self._lifetime_s,
+            )
+            num_bytes, num_before = (len(f"{each.memory}{each.metadata}".encode()) for each in (changed, before))
+            self._check_bytes(database, owner, num_bytes - num_before)
+            database.execute(
+                "UPDATE sessions SET memory=?, metadata=?, num_bytes=?, expires_at=? WHERE id=?",
+                (changed.memory, changed.metadata, num_bytes, changed.expires_at, session_id),
+            )
+            return changed
+
+        return await self._run(change)
 
     async def session(self, session_id: str, owner: str) -> Session:
         """Raises ApiError 404."""
@@ -225,7 +284,8 @@ class Store:
             database.execute("UPDATE sessions SET busy_until=0 WHERE id=?", (session_id,))
             if memory is not None:
                 database.execute(
-                    "UPDATE sessions SET memory=?, num_bytes=?, num_questions=num_questions+1, expires_at=? WHERE id=?",
+                    "UPDATE sessions SET memory=?, num_bytes=?+LENGTH(CAST(metadata AS BLOB)), "
+                    "num_questions=num_questions+1, expires_at=? WHERE id=?",
                     (memory, len(memory.encode()), time.time() + self._lifetime_s, session_id),
                 )
 
@@ -311,15 +371,24 @@ class Store:
         """Keeps a response and returns whether there was room for it. Clients rarely delete one, so the owner's oldest
         ones make room.
         """
-        num_bytes = len(response.body.encode()) + len(response.memory.encode())
+        num_bytes = len(f"{response.body}{response.memory}{response.items}".encode())
 
         def keep(database: sqlite3.Connection) -> None:
             now = time.time()
             self._make_room(database, "responses", owner, num_bytes, most=self._max_items)
             database.execute(
-                "INSERT INTO responses (id, owner, body, memory, num_bytes, created_at, expires_at) "
-                "VALUES (?,?,?,?,?,?,?)",
-                (response.id, owner, response.body, response.memory, num_bytes, now, now + self._lifetime_s),
+                "INSERT INTO responses (id, owner, body, memory, items, num_bytes, created_at, expires_at) "
+                "VALUES (?,?,?,?,?,?,?,?)",
+                (
+                    response.id,
+                    owner,
+                    response.body,
+                    response.memory,
+                    response.items,
+                    num_bytes,
+                    now,
+                    now + self._lifetime_s,
+                ),
             )
 
         try:
@@ -330,8 +399,10 @@ class Store:
 
     async def response(self, response_id: str, owner: str) -> StoredResponse:
         """Raises ApiError 404."""
-        row = await self._run(lambda database: _row(database, "responses", "id, body, memory", response_id, owner))
-        return StoredResponse(**row)
+        columns = "id, body, memory, items"
+        return StoredResponse(
+            **await self._run(lambda database: _row(database, "responses", columns, response_id, owner))
+        )
 
     async def delete_response(self, response_id: str, owner: str) -> None:
         """Raises ApiError 404."""
@@ -489,7 +560,7 @@ class Store:
             database.close()
 
 
-_SESSION = "id, memory, num_questions, created_at, expires_at"
+_SESSION = "id, memory, num_questions, created_at, expires_at, metadata"
 _DOCUMENT = "id, num_bytes, created_at, expires_at"
 
 

@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
+from pydantic import TypeAdapter
 
 from mempipe.answers.api import AnswerReply
 from mempipe.answers.errors import ApiError
-from mempipe.serve.openai.fields import unread
+from mempipe.serve.openai.listing import Page, PageRequest, asked_page
 from mempipe.serve.openai.responses_api import (
     ConversationReply,
     ConversationRequest,
+    ConversationUpdate,
     DeletedConversationReply,
     DeletedResponseReply,
+    ItemOfInput,
+    ItemsRequest,
+    ReasoningItem,
     ResponseReply,
     ResponseRequest,
 )
 from mempipe.serve.openai.responses_reading import in_response, read_items, read_response
-from mempipe.serve.openai.responses_writing import ResponseEvents, begun, finished
+from mempipe.serve.openai.responses_writing import ResponseEvents, begun, finished, of_input, of_memory
 from mempipe.serve.requests.answer_jobs import AnswerJob
 from mempipe.serve.requests.event_stream import event_stream, events
-from mempipe.serve.requests.store import StoredResponse
+from mempipe.serve.requests.store import Session, StoredResponse
 from mempipe.serve.routes.documented import (
     ALWAYS,
     ANSWERS,
@@ -37,6 +43,7 @@ from mempipe.serve.routes.documented import (
 from mempipe.serve.routes.parts import Owner, Parts, PartsOfApp, RequestId
 
 router = APIRouter(prefix="/v1", tags=["openai"], dependencies=BEARER, responses=ALWAYS)
+_ITEMS = TypeAdapter(list[ItemOfInput])
 
 
 @router.post("/responses", response_model=ResponseReply, responses=ANSWERS | IGNORED)
@@ -61,9 +68,9 @@ async def create_response(
     headers = ignored_header(read.ignored)
     if not asked.stream:
         response.headers.update(headers)
-        return await _kept(finished(reply, await parts.jobs.run(job)), parts, owner)
+        return await _kept(finished(reply, await parts.jobs.run(job)), asked, parts, owner)
     written = ResponseEvents(reply, num_samples=read.asked.num_samples)
-    return event_stream(written.of(_happening(reply, job, parts, owner)), headers=headers)
+    return event_stream(written.of(_happening(reply, asked, job, parts, owner)), headers=headers)
 
 
 @router.get("/responses/{response}", responses=refusals(404))
@@ -72,6 +79,15 @@ async def response(response: str, parts: PartsOfApp, owner: Owner, stream: bool 
     if stream:
         raise ApiError(400, "a stored response is not a stream; leave stream out", param="stream")
     return ResponseReply.model_validate_json((await parts.store.response(response, owner)).body)
+
+
+@router.get("/responses/{response}/input_items", responses=refusals(404))
+async def input_items(
+    response: str, parts: PartsOfApp, owner: Owner, asked: Annotated[PageRequest, Query()]
+) -> Page[ItemOfInput]:
+    """Lists the items of the request that a stored response answers. What came before it is in its memory alone."""
+    stored = await parts.store.response(response, owner)
+    return asked_page(_ITEMS.validate_json(stored.items or "[]"), asked)
 
 
 @router.delete("/responses/{response}", responses=refusals(404))
@@ -87,20 +103,53 @@ async def create_conversation(
 ) -> Any:
     """Begins a conversation: a session, whose memory notes the items.
 
-    The response header `x-mempipe-ignored` lists fields and items that were sent and have no meaning here.
+    The response header `x-mempipe-ignored` lists items that were sent and have no meaning here.
     """
     asked = asked or ConversationRequest()
-    memory, unknown = read_items(asked.items or [])
-    session = await parts.store.create_session(owner, memory=memory)
-    response.headers.update(ignored_header([*sorted(unread(asked)), *unknown]))
-    return ConversationReply(id=session.id, created_at=int(session.created_at))
+    noted, unknown = read_items(asked.items or [])
+    session = await parts.store.create_session(owner, memory=noted(""), metadata=_json(asked.metadata))
+    response.headers.update(ignored_header(unknown))
+    return _conversation(session)
 
 
 @router.get("/conversations/{conversation}", responses=refusals(404))
 async def conversation(conversation: str, parts: PartsOfApp, owner: Owner) -> ConversationReply:
     """Shows a conversation; GET /v1/sessions/{session} shows its memory too."""
+    return _conversation(await parts.store.session(conversation, owner))
+
+
+@router.post("/conversations/{conversation}", responses=refusals(404, 409) | OF_A_BODY)
+async def update_conversation(
+    conversation: str, asked: ConversationUpdate, parts: PartsOfApp, owner: Owner
+) -> ConversationReply:
+    """Replaces the metadata of a conversation."""
+    changed = await parts.store.change_session(conversation, owner, metadata=_json(asked.metadata))
+    return _conversation(changed)
+
+
+@router.get("/conversations/{conversation}/items", responses=refusals(404))
+async def conversation_items(
+    conversation: str, parts: PartsOfApp, owner: Owner, asked: Annotated[PageRequest, Query()]
+) -> Page[ReasoningItem]:
+    """Lists the items of a conversation. It keeps a memory in place of its messages, so that is the one item."""
     session = await parts.store.session(conversation, owner)
-    return ConversationReply(id=session.id, created_at=int(session.created_at))
+    return asked_page(of_memory(session.memory, session.id), asked)
+
+
+@router.post(
+    "/conversations/{conversation}/items",
+    response_model=Page[ReasoningItem],
+    responses=refusals(404, 409) | OF_A_BODY | LISTED,
+)
+async def add_items(conversation: str, asked: ItemsRequest, parts: PartsOfApp, owner: Owner, response: Response) -> Any:
+    """Notes items in the memory of a conversation, which is returned; a memory among them takes its place.
+
+    The response header `x-mempipe-ignored` lists items that were sent and have no meaning here.
+    """
+    noted, unknown = read_items(asked.items)
+    session = await parts.store.change_session(conversation, owner, noted=noted)
+    response.headers.update(ignored_header(unknown))
+    return asked_page(of_memory(session.memory, session.id), PageRequest())
 
 
 @router.delete("/conversations/{conversation}", responses=refusals(404))
@@ -108,6 +157,15 @@ async def delete_conversation(conversation: str, parts: PartsOfApp, owner: Owner
     """Forgets a conversation."""
     await parts.store.delete_session(conversation, owner)
     return DeletedConversationReply(id=conversation)
+
+
+def _conversation(session: Session) -> ConversationReply:
+    metadata = json.loads(session.metadata or "{}")
+    return ConversationReply(id=session.id, created_at=int(session.created_at), metadata=metadata)
+
+
+def _json(metadata: dict[str, str] | None) -> str:
+    return json.dumps(metadata) if metadata else ""
 
 
 async def _memory_after(response_id: str, parts: Parts, owner: str) -> str:
@@ -118,23 +176,26 @@ async def _memory_after(response_id: str, parts: Parts, owner: str) -> str:
         raise ApiError(404, str(error), param="previous_response_id", code="previous_response_not_found") from error
 
 
-async def _kept(reply: ResponseReply, parts: Parts, owner: str) -> ResponseReply:
+async def _kept(reply: ResponseReply, asked: ResponseRequest, parts: Parts, owner: str) -> ResponseReply:
     """Stores a finished response, if it is to be stored and there is room; returns it with what became of that."""
     if reply.store:
         assert reply.mempipe is not None, "the response is finished"
         stored = StoredResponse(
-            id=reply.id, body=reply.model_dump_json(exclude={"mempipe"}), memory=reply.mempipe.memory
+            id=reply.id,
+            body=reply.model_dump_json(exclude={"mempipe"}),
+            memory=reply.mempipe.memory,
+            items=_ITEMS.dump_json(of_input(asked.input, reply.id)).decode(),
         )
         return reply.model_copy(update={"store": await parts.store.keep_response(stored, owner)})
     return reply
 
 
 async def _happening(
-    reply: ResponseReply, job: AnswerJob, parts: Parts, owner: str
+    reply: ResponseReply, asked: ResponseRequest, job: AnswerJob, parts: Parts, owner: str
 ) -> AsyncIterator[tuple[str, dict[str, Any]] | ResponseReply | None]:
     """Yields what happens while the job is played, and at its end the stored response."""
     async for event in events(lambda emit: parts.jobs.run(job, emit)):
         if event is not None and event[0] == "answer":
-            yield await _kept(finished(reply, AnswerReply.model_validate(event[1])), parts, owner)
+            yield await _kept(finished(reply, AnswerReply.model_validate(event[1])), asked, parts, owner)
         else:
             yield event

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 
-from mempipe.answers.api import DeletedReply, SessionReply, SessionsReply
+from mempipe.answers.api import DeletedReply, SessionReply
+from mempipe.serve.openai.listing import MAX_LISTED, Limit, Order, Page, PageRequest, page_of
 from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
 from mempipe.serve.routes.parts import Owner, PartsOfApp
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], dependencies=BEARER, responses=ALWAYS)
+
+
+class SessionsRequest(PageRequest):
+    limit: Limit = MAX_LISTED
+    order: Order = "asc"
+    """`asc`: the oldest session is first."""
 
 
 @router.post("", responses=OF_A_BODY)
@@ -20,9 +28,12 @@ async def create_session(parts: PartsOfApp, owner: Owner) -> SessionReply:
 
 
 @router.get("")
-async def sessions(parts: PartsOfApp, owner: Owner) -> SessionsReply:
-    """Lists the caller's conversations, oldest first."""
-    return SessionsReply(data=[SessionReply(**asdict(each)) for each in await parts.store.sessions(owner)])
+async def sessions(parts: PartsOfApp, owner: Owner, asked: Annotated[SessionsRequest, Query()]) -> Page[SessionReply]:
+    """Lists the caller's conversations, a hundred at once unless told otherwise."""
+    found = await parts.store.sessions(
+        owner, limit=asked.limit + 1, after=asked.after, newest_first=asked.order == "desc"
+    )
+    return page_of([SessionReply(**asdict(each)) for each in found], limit=asked.limit)
 
 
 @router.get("/{session}", responses=refusals(404))
