@@ -328,6 +328,27 @@ def test_a_stream_has_the_official_events_and_ends_with_the_response(service):
     assert text == GOLD
 
 
+def test_every_text_of_a_stream_is_added_to_a_part_that_was_begun(service):
+    """The Node client of OpenAI stops with `missing content at index 0` where a delta belongs to no part."""
+    built: dict[str, Any] = {}
+    for event in ask(service, stream=True):
+        if event.type == "response.output_item.added":
+            built[event.item.id] = item = event.item.model_dump()
+            assert item["content"] == [] and not item.get("summary")
+        elif event.type in ("response.content_part.added", "response.reasoning_summary_part.added"):
+            parts = built[event.item_id]["content" if event.type == "response.content_part.added" else "summary"]
+            parts.append(event.part.model_dump())
+        elif event.type in ("response.reasoning_text.delta", "response.output_text.delta"):
+            built[event.item_id]["content"][event.content_index]["text"] += event.delta
+        elif event.type == "response.reasoning_summary_text.delta":
+            built[event.item_id]["summary"][event.summary_index]["text"] += event.delta
+        elif event.type == "response.content_part.done":
+            assert built[event.item_id]["content"][event.content_index] == event.part.model_dump()
+        elif event.type == "response.output_item.done":
+            assert {**built[event.item.id], "status": "completed"} == event.item.model_dump()
+    assert [item["type"] for item in built.values()] == ["reasoning"] * 3 + ["message"]
+
+
 def test_a_stream_of_several_attempts_shows_the_turns_of_the_answer(service):
     service.engine.says[:] = [box("Oslo"), box("Lima"), box("Lima")]
     options = {"mempipe": {"num_samples": 3}}

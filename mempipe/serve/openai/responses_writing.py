@@ -182,8 +182,10 @@ class ResponseEvents:
     def _texts(self, item: ReasoningItem, at: dict[str, Any]) -> Iterator[Event]:
         for index, thought in enumerate(item.content):
             here = at | {"content_index": index}
+            yield self._event("response.content_part.added", **here, part=ReasoningText(text="").model_dump())
             yield self._event("response.reasoning_text.delta", **here, delta=thought.text)
             yield self._event("response.reasoning_text.done", **here, text=thought.text)
+            yield self._event("response.content_part.done", **here, part=thought.model_dump())
         for index, memory in enumerate(item.summary):
             here = at | {"summary_index": index}
             yield self._event("response.reasoning_summary_part.added", **here, part=SummaryText(text="").model_dump())
