@@ -112,7 +112,7 @@ REFUSED: dict[str, Any] = {
 def test_what_cannot_be_had_is_refused_by_name(service, name):
     value = REFUSED[name]
     body = value if isinstance(value, dict) and value.keys() & {"input", "text", "mempipe"} else {name: value}
-    assert refused(service, **{"input": "x", **body}) == (404 if name == "model" else 400, name)
+    assert refused(service, **{"input": "x", **body}) == (404 if name in ("model", "input.1") else 400, name)
 
 
 # Responses.
@@ -192,6 +192,27 @@ def test_the_next_question_goes_on_from_the_memory_in_each_of_three_ways(service
         read.append(service.engine.prompts[0])
     assert f"<memory>{memories(first)[-1]}\n{TWO_HOPS.text} {GOLD}</memory>" in read[0]
     assert read[0] == read[1] == read[2]
+
+
+def test_references_to_the_items_of_a_stored_response_stand_for_them(service):
+    """Vercel's `ai` with `@ai-sdk/openai` sends the last answer back in this way, unless it is told `store: false`."""
+    first = ask(service)
+    said, asked = [{"role": "user", "content": [{"type": "input_text", "text": text}]} for text in (TWO_HOPS.text, "?")]
+    reference = [{"type": "item_reference", "id": item.id} for item in first.output]
+    service.engine.prompts.clear()
+    for items in (reference, [item.model_dump() for item in first.output]):
+        service.engine.says[:] = [box("yes")]
+        assert ask(service, [said, *items, asked]).output_text == "yes"
+    by_reference, whole = service.engine.prompts
+    assert by_reference == whole and f"{memories(first)[-1]}\n{TWO_HOPS.text} {GOLD}</memory>" in whole
+    others = (ask(service, store=False).output[0].id, f"memory_9_of_{first.id}", "rs_1", "msg_of_resp_\ud800", None)
+    for unknown in others:
+        body = {"input": [said, {"type": "item_reference", "id": unknown}, asked]}
+        headers = {"content-type": "application/json"}
+        answer = httpx.post(f"{service.url}/v1/responses", content=json.dumps(body).encode(), headers=headers)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"], error["code"]) == (404, "input.1", "item_not_found")
+        assert error["message"].endswith("which is not stored; send the whole item")
 
 
 def test_a_thought_that_a_client_sends_back_as_a_summary_is_no_memory(service):
@@ -308,6 +329,9 @@ def test_a_response_belongs_to_its_key(tokenizer, tmp_path):
                 call(response.id)
         with pytest.raises(openai.NotFoundError):
             client_of(service, other).responses.create(input="x", previous_response_id=response.id)
+        item = {"type": "item_reference", "id": response.output[0].id}
+        with pytest.raises(openai.NotFoundError, match="is not stored"):
+            client_of(service, other).responses.create(input=[item, {"role": "user", "content": "x"}])
 
 
 def test_a_stream_has_the_official_events_and_ends_with_the_response(service):

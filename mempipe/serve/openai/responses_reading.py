@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,9 @@ from mempipe.serve.openai.responses_api import LOGPROBS, InputItem, ResponseRequ
 MEMORY, THOUGHT = "memory_", "thought_"
 """How the ids of this service's reasoning items begin: of those that hold a memory, and of those that hold none. The
 summary does not tell them apart: some clients send an item back with its thought in the summary."""
+REFERENCE = "item_reference"
+"""The type of an item that names an item of a stored response."""
+_OF_RESPONSE = re.compile(r"\w+_of_(resp_[0-9a-f]+)", re.ASCII)
 _CALLS = ("function_call", "custom_tool_call")
 _OUTPUTS = ("function_call_output", "custom_tool_call_output")
 
@@ -86,6 +90,12 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
     return ReadResponse(asked=asked, memory=memory, said=said[:-1], ignored=ignored)
 
 
+def response_of(item: InputItem) -> str | None:
+    """Returns the id of the response whose item a reference names; None for an id that this service did not give."""
+    match = _OF_RESPONSE.fullmatch(item.id or "")
+    return match[1] if match is not None else None
+
+
 def read_items(items: Sequence[InputItem]) -> tuple[Callable[[str], str], list[str]]:
     """Returns how items change the memory of their conversation, and the names of skipped items. Raises ApiError 400.
 
@@ -134,8 +144,8 @@ def _read_items(items: Sequence[InputItem], name: str) -> tuple[str | None, list
             messages.append(_message({"role": "assistant", "tool_calls": [call]}, where))
         elif item.type in _OUTPUTS:
             messages.append(_message({"role": "tool", "content": item.output}, where))
-        elif item.type == "item_reference":
-            message = f"{where} is an item_reference; give the response as previous_response_id, or whole items"
+        elif item.type == REFERENCE:
+            message = f"{where} is an {REFERENCE}; send the whole item"
             raise ApiError(400, message, param=where)
         elif item.type == "reasoning" and (item.id or "").startswith(MEMORY):
             if (written := _summary(item, where)) is not None:

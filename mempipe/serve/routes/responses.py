@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import reprlib
 import secrets
 from collections.abc import AsyncIterator
 from typing import Annotated, Any
@@ -19,13 +20,14 @@ from mempipe.serve.openai.responses_api import (
     ConversationUpdate,
     DeletedConversationReply,
     DeletedResponseReply,
+    InputItem,
     ItemOfInput,
     ItemsRequest,
     ReasoningItem,
     ResponseReply,
     ResponseRequest,
 )
-from mempipe.serve.openai.responses_reading import in_response, read_items, read_response
+from mempipe.serve.openai.responses_reading import REFERENCE, in_response, read_items, read_response, response_of
 from mempipe.serve.openai.responses_writing import ResponseEvents, begun, finished, of_input, of_memory
 from mempipe.serve.requests.answer_jobs import AnswerJob
 from mempipe.serve.requests.event_stream import event_stream, events
@@ -52,10 +54,12 @@ async def create_response(
 ) -> Any:
     """Answers a question; the memory after each turn is a reasoning item before the answer.
 
-    The next question resumes from it with `previous_response_id`, with a `conversation`, or with the items sent back
-    in `input`. The response header `x-mempipe-ignored` lists fields that were sent and have no meaning here.
+    The next question resumes from it with `previous_response_id`, with a `conversation`, or with the items, or
+    references to them, sent back in `input`. The response header `x-mempipe-ignored` lists fields that were sent and
+    have no meaning here.
     """
     agent = asked.mempipe.agent if asked.mempipe is not None else None
+    asked = await _with_whole_items(asked, parts, owner)
     read = read_response(asked, takes_instructions=parts.answering.takes_instructions(agent))
     previous = asked.previous_response_id
     memory = await _memory_after(previous, parts, owner) if previous is not None else ""
@@ -166,6 +170,37 @@ def _conversation(session: Session) -> ConversationReply:
 
 def _json(metadata: dict[str, str] | None) -> str:
     return json.dumps(metadata) if metadata else ""
+
+
+async def _with_whole_items(asked: ResponseRequest, parts: Parts, owner: str) -> ResponseRequest:
+    """Returns the request with the items of stored responses in place of references to them. Raises ApiError 404."""
+    found: dict[str, dict[str | None, InputItem]] = {}
+    items = list(asked.input)
+    for index, item in enumerate(items):
+        if item.type != REFERENCE:
+            continue
+        response_id = response_of(item)
+        if response_id is not None and response_id not in found:
+            found[response_id] = await _items_of(response_id, parts, owner)
+        whole = found.get(response_id or "", {}).get(item.id)
+        if whole is None:
+            where = f"input.{index}"
+            message = f"{where} refers to the item {reprlib.repr(item.id)}, which is not stored; send the whole item"
+            raise ApiError(404, message, param=where, code="item_not_found")
+        items[index] = whole
+    return asked.model_copy(update={"input": items})
+
+
+async def _items_of(response_id: str, parts: Parts, owner: str) -> dict[str | None, InputItem]:
+    """Returns the output items of a stored response by their ids, none where it is not stored."""
+    try:
+        stored = await parts.store.response(response_id, owner)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        return {}
+    output = ResponseReply.model_validate_json(stored.body).output
+    return {item.id: InputItem.model_validate(item.model_dump()) for item in output}
 
 
 async def _memory_after(response_id: str, parts: Parts, owner: str) -> str:
