@@ -160,8 +160,9 @@ class HttpClient:
 
 def may_pass(status: int) -> bool:
     """Returns whether the same request may be answered later: a time-out, a conflict, too many requests, or an error of
-    the server (500 is also what Ray Serve's proxy answers for a replica that died)."""
-    return status in (408, 409, 429) or status >= 500
+    the server (500 is also what Ray Serve's proxy answers for a replica that died). A server that does not know the
+    method (501) or the version of HTTP (505) will not know it later."""
+    return status in (408, 409, 429) or (status >= 500 and status not in (501, 505))
 
 
 def retry_after_s(value: str) -> float:

@@ -31,7 +31,7 @@ from mempipe.actors.driver import DriverSpec
 from mempipe.actors.generator import GeneratorActor
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
-from mempipe.actors.lost import LaunchError, RoleLost, is_lost, one_line
+from mempipe.actors.lost import LaunchError, RoleLost, is_lost, one_line, refusal
 from mempipe.actors.memory import memory_metrics
 from mempipe.actors.reference import ReferencePool
 from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
@@ -48,6 +48,7 @@ from mempipe.faults import retry_pauses
 from mempipe.planning.placement import Demand, Plan, plan
 from mempipe.provenance import checksums_sha256
 from mempipe.rl.packing import MicroBatch
+from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
 
 START_TIMEOUT_S = 900.0
@@ -264,7 +265,8 @@ def ask_all(
 
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:
     """Gets all object refs and returns their values by name; `timeout_s` covers them together. Raises RoleLost when an
-    actor died or the time is up, LaunchError when a call failed; the message names phase and actor."""
+    actor died or the time is up, LaunchError when a call failed; the message names phase and actor. Raises ConfigError
+    with the sentence of an actor that refused a setting when it was made."""
     deadline = time.monotonic() + timeout_s
     return {name: _answer(name, reference, phase=phase, deadline=deadline) for name, reference in pending.items()}
 
@@ -284,6 +286,8 @@ def _answer(name: str, reference: Any, *, phase: str, deadline: float, again: Ca
                 time.sleep(pause)
                 reference = again()
                 continue
+            if refused := refusal(error):
+                raise ConfigError(refused) from error
             kind = RoleLost if is_lost(error) else LaunchError
             raise kind(f"{phase}: {name}: {one_line(error)}") from error
 

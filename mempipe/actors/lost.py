@@ -87,6 +87,7 @@ _RAISED = re.compile(
 _CAUSE = re.compile(r"^(?:\w+\.)*(?!UserCodeException)[A-Z]\w*: .+", re.MULTILINE)
 """The line of a traceback that names the exception. What Ray Data adds below it is advice about its own retries."""
 
+_REFUSED = re.compile(r"^mempipe\.settings\.ConfigError: (.+)", re.MULTILINE | re.DOTALL)
 _CLASS = re.compile(r"^\s+class_name: (\w+)$", re.MULTILINE)
 
 
@@ -101,6 +102,15 @@ def is_lost(error: BaseException) -> bool:
         inner = isinstance(cause, BaseException) and is_lost(cause)
         return inner or bool(_RAISED.search(str(error)))  # Ray Data leaves only the text
     return isinstance(error, LOST_IN_RAY)
+
+
+def refusal(error: BaseException) -> str:
+    """Returns the sentence of the ConfigError with which an actor's constructor refused a setting; "" for an actor that
+    ended otherwise. Ray leaves only the text of what a constructor raises."""
+    if not isinstance(error, RayActorError) or "creation task" not in str(error):
+        return ""
+    raised = _REFUSED.search(str(error))
+    return raised[1].strip() if raised else ""
 
 
 def one_line(error: BaseException) -> str:

@@ -33,6 +33,7 @@ UNKNOWN = "unknown"
 LIMITS = ("max_passages", "max_query_chars", "max_queries")
 """Limits that /health names and that a client obeys."""
 MAX_ANSWER_BYTES = 2**28
+_SHAPE = 'expected {"document": {"id", "contents"}, "score"}'
 logger = logging.getLogger(__name__)
 
 
@@ -43,8 +44,8 @@ class RemoteRetriever:
         """Asks the service for its description, and repeats the request for `config.timeout_s` while it cannot be
         reached.
 
-        Raises ServiceFault when nothing at `url` can be searched, ConfigError when the service's limits are below the
-        run's.
+        Raises ServiceTimeout when no service answered, ConfigError when it answers no search, or when its limits are
+        below the run's.
         """
         policy = RetryPolicy(timeout_s=config.timeout_s, setting="retrieval.timeout_s")
         self.url = without_passwords(url.rstrip("/"))  # for messages
@@ -137,7 +138,12 @@ class RemoteRetriever:
         except (ServiceFault, ValueError):  # Search-R1's server has no such route
             health = None
         if not isinstance(health, dict) or "snapshot" not in health:
-            await self._retrieve([Query(text="a", num_passages=1)], deadline)
+            try:
+                await self._retrieve([Query(text="a", num_passages=1)], deadline)
+            except ServiceTimeout:
+                raise
+            except ServiceFault as fault:  # another try would get the same answer
+                raise ConfigError(f"retrieval.url: a first search failed: {fault}") from fault
             return
         try:
             self.snapshot = str(health["snapshot"])
@@ -170,7 +176,8 @@ class RemoteRetriever:
                 raise ValueError(f"{len(batch)} queries got {reprlib.repr(found)}")
             results = [SearchResult(passages=_passages(items, count), snapshot=snapshot) for items in found]
         except (KeyError, TypeError, ValueError) as error:
-            raise ServiceFault(f"{self.url}/retrieve sent an invalid answer: {error!r}"[:500]) from error
+            reason = error if type(error) is ValueError else repr(error)  # a sentence, or the name of a missing field
+            raise ServiceFault(f"{self.url}/retrieve sent an invalid answer: {reason}"[:500]) from error
         if snapshot != self.snapshot:
             self._changed(snapshot)
         return results
@@ -192,6 +199,11 @@ def _passages(items: Any, count: int) -> list[Passage]:
     """Raises ValueError, KeyError or TypeError unless `items` are at most `count` scored documents."""
     if not isinstance(items, list) or len(items) > count:
         raise ValueError(f"a query for {count} passages got {reprlib.repr(items)}")
+    for item in items:
+        if not isinstance(item, dict) or not {"document", "score"} <= item.keys():
+            raise ValueError(f"a passage is {reprlib.repr(item)}; {_SHAPE}")
+        if not isinstance(item["document"], dict) or not {"id", "contents"} <= item["document"].keys():
+            raise ValueError(f"a document is {reprlib.repr(item['document'])}; {_SHAPE}")
     return [_passage(item["document"], item["score"]) for item in items]
 
 

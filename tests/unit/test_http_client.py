@@ -59,7 +59,7 @@ async def test_a_status_that_may_pass_is_asked_again(status, no_pauses):
         assert len(asked) == 2
 
 
-@pytest.mark.parametrize("status", [204, 302, 400, 401, 403, 404, 422])
+@pytest.mark.parametrize("status", [204, 302, 400, 401, 403, 404, 422, 501, 505])
 async def test_another_status_is_a_fault_at_once(status):
     async with served([says({"error": "why"}, status=status)]) as (client, asked):
         with pytest.raises(ServiceFault, match=f"/v1/x answered status {status}") as caught:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import struct
 import threading
@@ -72,16 +73,17 @@ def serving(app: Any) -> Iterator[str]:
 class Faulty:
     """The service, with something else in place of the first answers of /retrieve."""
 
-    def __init__(self, retriever: Retriever, *, foreign: bool = False, **limits: Any) -> None:
+    def __init__(self, retriever: Retriever, *, foreign: bool = False, no_health: int = 404, **limits: Any) -> None:
         self._app = make_app(RetrievalService(retriever, ServiceConfig(index="unused", **limits)))
         self._foreign = foreign
+        self._no_health = no_health
         self.faults: list[Callable[[Any], Any]] = []
         self.requests: list[dict[str, Any]] = []
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["path"] != "/retrieve":
             if self._foreign:  # Search-R1's server has one route only
-                await respond(404, b'{"detail":"Not Found"}')(send)
+                await respond(self._no_health, b'{"detail":"Not Found"}')(send)
             else:
                 await self._app(scope, receive, send)
             return
@@ -366,10 +368,33 @@ def test_search_r1s_own_server_is_served_without_partitions_and_snapshots(retrie
             client.check(Query(text="word5", num_passages=2, partition="north"))
 
 
+@pytest.mark.parametrize("status", [404, 405, 501])
+def test_a_server_that_has_no_health_is_asked_for_a_search(retriever, status):
+    """501 is what Python's own `http.server` answers for a method that it does not serve."""
+    with serving(Faulty(retriever, foreign=True, no_health=status)) as url, client_of(url) as client:
+        assert client.search([Query(text="word5", num_passages=1)])[0].passages
+
+
 def test_a_server_without_searches_is_refused_at_once():
+    """It is the setting that is wrong: a run does not start again for it."""
     with (
         serving(respond_to_all(404, b'{"detail":"Not Found"}')) as url,
-        pytest.raises(ServiceFault, match="/retrieve answered status 404"),
+        pytest.raises(ConfigError, match=r"retrieval\.url: a first search failed: .*/retrieve answered status 404"),
+    ):
+        RemoteRetriever(url, RetrievalConfig(url=url))
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ([{"doc": {}, "score": 1.0}], "a passage is {'doc': {}, 'score': 1.0}; expected {\"document\": {\"id\", "),
+        ([{"document": {"text": "t"}, "score": 1.0}], "a document is {'text': 't'}; expected {\"document\": {\"id\", "),
+    ],
+)
+def test_a_server_of_ones_own_with_other_fields_is_told_which_it_needs(found, sentence):
+    with (
+        serving(respond_to_all(200, json.dumps({"result": [found]}).encode())) as url,
+        pytest.raises(ConfigError, match=re.escape(sentence)),
     ):
         RemoteRetriever(url, RetrievalConfig(url=url))
 

@@ -453,6 +453,18 @@ def test_an_actor_that_could_not_be_made_says_why():
     assert one_line(error) == "mempipe.actors.lost.RoleLost: weights is gone"
 
 
+@pytest.mark.usefixtures("answered")
+def test_an_actor_that_refuses_a_setting_is_not_made_again():
+    """Every restart would end with the same sentence."""
+    error = ActorDiedError()
+    error.error_msg = (
+        "The actor died because of an error raised in its creation task, ray::RetrieverActor.__init__()\n  trace\n"
+        "mempipe.settings.ConfigError: retrieval.url: a first search failed"
+    )
+    with pytest.raises(ConfigError, match=r"^retrieval\.url: a first search failed$"):
+        ask(error)
+
+
 def test_the_line_of_a_dead_actor_names_its_class():
     error = ActorDiedError()
     error.error_msg = "The actor died unexpectedly before finishing this task.\n\tclass_name: Admission\n\tactor_id: ab"
