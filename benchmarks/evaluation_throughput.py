@@ -28,8 +28,9 @@ from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run, warm_sta
 from benchmarks.rows import Row, record
 from mempipe import environment
 from mempipe.actors.cluster import connected
-from mempipe.actors.launch import RolloutActors, launch_rollout_actors
+from mempipe.actors.launch import RolloutActors
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
+from mempipe.actors.standing import launch_rollout_actors
 from mempipe.agents.protocol import GenerateFn
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import EndpointConfig

@@ -32,7 +32,7 @@ import ray
 from benchmarks import turn_seconds
 from mempipe.actors.cluster import connected
 from mempipe.actors.driver import Driver
-from mempipe.actors.launch import launch_rollout_actors
+from mempipe.actors.standing import launch_rollout_actors
 from mempipe.data.qa import read_questions
 from mempipe.loader import parse_overrides, parse_section
 from mempipe.serve.agent import served_agent

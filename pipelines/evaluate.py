@@ -2,7 +2,7 @@
 
     plan        files, sets, weights, prompts, indexes and endpoints, before anything starts
     for each run
-        launch      engines under its weights, and retrievers (or an endpoint)
+        prepare     engines under its weights, and retrievers (or an endpoint); those of the run before stay if they fit
         for each set    questions -> the same drivers as in training -> one result row per question, in parts
     report      tables, plot, MLflow
 
@@ -24,7 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mempipe.actors.cluster import connected
-from mempipe.actors.launch import RolloutActors, launch_rollout_actors
+from mempipe.actors.launch import RolloutActors
+from mempipe.actors.standing import StandingActors
 from mempipe.beacons import reached
 from mempipe.checks.findings import refuse
 from mempipe.checks.models import check_model
@@ -106,10 +107,11 @@ def main(suite: EvaluationSuite) -> list[Path]:
         with (
             StopRequest(max(each.config.grace_s for each in unfinished)).listening(),
             connected(suite.ray_address, name=suite.name, logs=suite.folder / "ray_logs") as namespace,
+            StandingActors(namespace, [each.config for each in unfinished if each.run.endpoint is None]) as standing,
         ):
             for number, each in enumerate(unfinished, start=1):
                 say(f"{each.run.name}: {number} of {len(unfinished)} runs")
-                Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, namespace))
+                Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, standing))
     return report(suite, planned)
 
 
@@ -169,11 +171,11 @@ def _plan_run(suite: EvaluationSuite, run: EvaluatedRun, sets: Sequence[Question
     return PlannedRun(run=run, config=config, prompt_hash=prompts, jobs=jobs)
 
 
-def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, namespace: str) -> None:
-    """Evaluates all unfinished sets of a run on engines that are started once."""
+def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, standing: StandingActors) -> None:
+    """Evaluates all unfinished sets of a run. The actors of the run before stay where they fit."""
     with ExitStack() as stack:
-        with waiting(f"{planned.run.name}: starting engines and retrievers"):
-            roles = launch_rollout_actors(planned.config, namespace, generators=planned.run.endpoint is None)
+        with waiting(f"{planned.run.name}: preparing engines and retrievers"):
+            roles = standing.serving(planned.config, generators=planned.run.endpoint is None)
             engines = stack.enter_context(roles)
         for job in planned.jobs:
             if not job.results.finished:

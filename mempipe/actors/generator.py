@@ -16,8 +16,8 @@ from mempipe.beacons import reached
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.engine_load import EngineLoad
 from mempipe.engines.generator import EngineDead, Generator
-from mempipe.engines.proof import Proof
-from mempipe.engines.weights import WeightHandle
+from mempipe.engines.proof import Proof, check_held
+from mempipe.engines.weights import WeightHandle, read_checksums
 from mempipe.planning.placement import Transfer
 from mempipe.types import Completion
 
@@ -35,23 +35,28 @@ class GeneratorActor:
         config: GenerationConfig,
         context_tokens: int,
         seed: int,
+        number: int = 0,
         store: str,
         transfer: Transfer,
         stop_texts: Sequence[str] = (),
         sleeps: bool = False,
         reproducible: bool = False,
     ) -> None:
-        """`store` is the name of the run's WeightStore: a handle among the arguments could be lost before a restart."""
+        """`seed` is that of all engines, which differ by their `number`.
+
+        `store` is the name of the run's WeightStore: a handle among the arguments could be lost before a restart."""
         self._engine = Generator(
             model,
             config,
             max_model_len=context_tokens,
-            seed=seed,
+            seed=seed + number,
             transfer=transfer,
             stop_texts=stop_texts,
             can_sleep=sleeps,
             reproducible=reproducible,
         )
+        self._model = model
+        self._number = number
         self._store = find_actor(store)
         self._desk = BatchedServer(self._answer)
         self._sleeps = sleeps
@@ -67,6 +72,7 @@ class GeneratorActor:
         return self._engine.policy_version
 
     async def _load(self) -> None:
+        reached("engine.start")
         await self._engine.start()
         newest = await self._store.newest.remote()
         if newest is not None:
@@ -74,6 +80,17 @@ class GeneratorActor:
             await self._engine.load_weights(await reference, policy_version=policy_version)
         self._ready = True
         self._watch = asyncio.create_task(self._exit_with_the_engine())
+
+    async def begin(self, weights: WeightHandle | None, seed: int) -> None:
+        """Answers as an engine that was just started with `seed`, from `weights` (None: those that it serves). Raises
+        StaleWeights when it holds others afterwards."""
+        await self._awake()
+        if weights is not None:
+            await self.load_weights(weights, weights.version)
+            sent = await asyncio.to_thread(read_checksums, weights, dtype=self._model.dtype)
+            held, sender = await self._engine.held_weights(), weights.update_info["path"]
+            check_held(held, sent, engine="the engine", version=weights.version, sender=sender)
+        await self._engine.begin(seed + self._number)
 
     async def exchange(self, caller: str, requests: Sequence[Request]) -> list[Answer]:
         """Answers the requests of `mempipe.actors.pools.GeneratorPool` with completions and scores."""

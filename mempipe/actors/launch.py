@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import ray
@@ -44,7 +44,9 @@ from mempipe.engines.engine_load import load_metrics
 from mempipe.engines.generator import EngineDead
 from mempipe.engines.learner_settings import LearnerSettings, profile_files
 from mempipe.engines.proof import check_engines
+from mempipe.engines.weights import WeightHandle
 from mempipe.faults import retry_pauses
+from mempipe.planning.ledger import Role
 from mempipe.planning.placement import Demand, Plan, plan
 from mempipe.provenance import checksums_sha256
 from mempipe.rl.packing import MicroBatch
@@ -55,6 +57,7 @@ START_TIMEOUT_S = 900.0
 SILENT_AFTER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once; not tuned (Ray's default: 1,000)
+RESTARTABLE: dict[str, Any] = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
 WEIGHT_STORE = "weights"
 
 
@@ -78,6 +81,20 @@ class RolloutActors:
         """Waits until engines and retrievers answer. Raises as `wait_for` does."""
         wait_for(self.starting, phase="start", timeout_s=START_TIMEOUT_S)
         self.starting = {}
+
+    def begin(self, weights: WeightHandle | None) -> None:
+        """Makes the engines answer as new ones, from `weights` (None: those that they serve). An engine that Ray starts
+        again loads them too. Raises as `wait_for` does."""
+        if weights is not None:
+            ray.get(self.store.put.remote([ray.put(weights)], weights.version))
+        seed = self.config.seed
+        loading = f"loading {weights.update_info['path']}" if weights is not None else "emptying caches"
+        ask_all(
+            self.generators,
+            lambda engine: engine.begin.remote(weights, seed),
+            phase=loading,
+            timeout_s=self.config.generation.timeout_s,
+        )
 
     def driver_spec(self, *, sampling: SamplingConfig, group_size: int, **settings: Any) -> DriverSpec:
         """Returns what a driver needs to find these actors; `settings` are further ones of `DriverSpec`."""
@@ -298,28 +315,34 @@ def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
     `Roles.load_policy` waits for all roles. No actor, process or placement group is left after the block, also after an
     error.
     """
-    with _launched(config, namespace, Demand.of_training(config)) as started:
+    started = Started(config, namespace, reserve(ClusterGpus.found().plan(config, Demand.of_training(config))))
+    try:
         yield started.roles()
+    finally:
+        started.close()
 
 
-@contextmanager
-def launch_rollout_actors(config: RunConfig, namespace: str, *, generators: bool = True) -> Iterator[RolloutActors]:
-    """Starts engines with the weights of `model.path`, and retrievers; without `generators` an endpoint completes.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterGpus:
+    """The GPUs of a cluster, as a plan needs them."""
 
-    They are ready when the block begins. Cleans up as `launch` does.
-    """
-    demand = Demand.of_rollouts(config)
-    with _launched(config, namespace, demand if generators else replace(demand, engines=0)) as started:
-        actors = started.rollout_actors()
-        actors.wait()
-        yield actors
+    per_node: list[int]
+    gpu_bytes: int | None
+    """Memory of the smallest one; None: not known."""
+
+    @classmethod
+    def found(cls) -> ClusterGpus:
+        """Returns those of the connected cluster. Raises ConfigError when some are unusable."""
+        nodes = cluster_gpus()
+        return cls(per_node=[*nodes.values()], gpu_bytes=smallest_gpu(nodes) if nodes else None)
+
+    def plan(self, config: RunConfig, demand: Demand) -> Plan:
+        """Returns the plan of the demand. Raises ConfigError when there are too few GPUs."""
+        return plan(config, demand, self.per_node, gpu_bytes=self.gpu_bytes)
 
 
-def reserve(config: RunConfig, demand: Demand) -> Reservation:
-    """Reserves the GPUs of the demand on the connected cluster. Raises ConfigError when it has too few GPUs, or
-    unusable ones, and LaunchError when it does not free them."""
-    nodes = cluster_gpus()
-    made = plan(config, demand, list(nodes.values()), gpu_bytes=smallest_gpu(nodes) if nodes else None)
+def reserve(made: Plan) -> Reservation:
+    """Reserves the GPUs of a plan. Raises LaunchError when the cluster does not free them."""
     if made.bundles:
         print(f"placement  {made}", flush=True)
     try:
@@ -344,22 +367,7 @@ def learner_settings(config: RunConfig) -> LearnerSettings:
     )
 
 
-@contextmanager
-def _launched(config: RunConfig, namespace: str, demand: Demand) -> Iterator[_Started]:
-    """Reserves the GPUs of `demand` and yields a launcher. On exit shuts the engines down, kills every actor that was
-    started and removes the placement group."""
-    started = _Started(config, namespace, reserve(config, demand))
-    try:
-        yield started
-    finally:
-        with suppress(RayError):  # an engine that is dead already has nothing to shut down
-            ray.get([engine.shutdown.remote() for engine in started.generators.values()], timeout=SHUTDOWN_TIMEOUT_S)
-        for actor in started.actors:
-            ray.kill(actor)
-        started.reservation.remove()
-
-
-class _Started:
+class Started:
     """Actors as they are started, so that a half-finished start can be cleaned up."""
 
     def __init__(self, config: RunConfig, namespace: str, reservation: Reservation) -> None:
@@ -367,17 +375,39 @@ class _Started:
         self.config = self.plan.applied(config)
         self.namespace = namespace
         self.reservation = reservation
-        self.actors: list[Handle] = []
         self.generators: dict[str, Handle] = {}
+        self.retrievers: dict[str, Handle] = {}
+        self._actors: dict[Role, list[Handle]] = defaultdict(list)
+
+    def stop(self, role: Role) -> None:
+        """Ends all actors of a role, engines after they have shut down, and frees their seats."""
+        if role == "generator":
+            with suppress(RayError):  # an engine that is dead already has nothing to shut down
+                ray.get([engine.shutdown.remote() for engine in self.generators.values()], timeout=SHUTDOWN_TIMEOUT_S)
+            self.generators = {}
+        if role == "retrieval":
+            self.retrievers = {}
+        for actor in self._actors.pop(role, []):
+            ray.kill(actor)
+        self.reservation.free(role)
+
+    def close(self) -> None:
+        """Ends every actor that was started, and removes the placement group."""
+        for role in [*self._actors]:
+            self.stop(role)
+        self.reservation.remove()
 
     def roles(self) -> Roles:
         """Starts everything that training needs, without waiting."""
-        rollout_actors = self.rollout_actors()
+        self.start_engines(context_tokens=self.config.budget.context_tokens)
+        self.start_retrievers()
         learner = self.config.learner
-        ranks = [self._start(LearnerActor, self.reservation.options("learner")) for _ in range(learner.num_ranks)]
+        ranks = [
+            self._start("learner", LearnerActor, self.reservation.options("learner")) for _ in range(learner.num_ranks)
+        ]
         reached("launch")
         return Roles(
-            **vars(rollout_actors),
+            **vars(self.rollout_actors()),
             learners=LearnerGroup(ranks, timeout_s=learner.timeout_s),
             references=self._references(),
         )
@@ -390,55 +420,65 @@ class _Started:
         return ReferencePool(size=size, options=self.reservation.pool_options("reference"))
 
     def rollout_actors(self) -> RolloutActors:
-        """Starts engines and retrievers and returns their handles without waiting. Starts no retriever when neither
-        retrieval.index nor retrieval.url is set."""
+        """Returns the engines and retrievers that were started, without waiting."""
+        return RolloutActors(
+            config=self.config,
+            plan=self.plan,
+            namespace=self.namespace,
+            generators=self.generators,
+            retrievers=self.retrievers,
+            store=self.store,
+            starting={name: actor.ready.remote() for name, actor in (self.generators | self.retrievers).items()},
+        )
+
+    def start_engines(self, *, context_tokens: int) -> None:
+        """Starts the engines of the config, for contexts of that length, and the store of their weights."""
         config = self.config
-        store = self._start(WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
-        restartable = {"max_concurrency": MAX_CALLS, "max_restarts": -1}
+        self.store = self._start("generator", WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
         # A restarted engine takes the newest weights from the store. It cannot rejoin an NCCL or ipc group: there the
         # whole run starts its roles again from the newest checkpoint (`max_restarts`).
         engine_restarts = {"max_restarts": -1 if self.plan.transfer == "mempipe_shm" else 0}
-        for i in range(self.plan.num_engines):
-            self.generators[f"generator-{i}"] = self._start(
+        self.generators = {
+            f"generator-{i}": self._start(
+                "generator",
                 GeneratorActor,
-                {"name": f"generator-{i}"} | restartable | engine_restarts | self.reservation.options("generator"),
+                {"name": f"generator-{i}"} | RESTARTABLE | engine_restarts | self.reservation.options("generator"),
                 model=config.model,
                 config=config.generation,
-                context_tokens=config.budget.context_tokens,
-                seed=config.seed + i,
+                context_tokens=context_tokens,
+                seed=config.seed,
+                number=i,
                 store=WEIGHT_STORE,
                 transfer=self.plan.transfer,
                 stop_texts=config.agent_spec.stop_texts,
                 sleeps=self.plan.sleeps,
                 reproducible=config.ordered,
             )
-        retrieval, anywhere = config.retrieval, {"num_cpus": 0}
+            for i in range(self.plan.num_engines)
+        }
+
+    def start_retrievers(self) -> None:
+        """Starts the retrievers of the config: none when neither retrieval.index nor retrieval.url is set."""
+        retrieval, anywhere = self.config.retrieval, {"num_cpus": 0}
         shards = [
-            self._start(ShardActor, restartable | self.reservation.options("retrieval"), retrieval, i)
+            self._start("retrieval", ShardActor, RESTARTABLE | self.reservation.options("retrieval"), retrieval, i)
             for i in range(retrieval.shard_actors if retrieval.index else 0)
         ]
-        retrievers = {
+        self.retrievers = {
             f"retriever-{i}": self._start(
+                "retrieval",
                 RetrieverActor,
                 {"name": f"retriever-{i}"}
-                | restartable
+                | RESTARTABLE
                 | (anywhere if shards or retrieval.url else self.reservation.options("retrieval")),
                 retrieval,
                 shards,
-                together=not config.ordered,
+                together=not self.config.ordered,
             )
             for i in range(retrieval.num_replicas if retrieval.index or retrieval.url else 0)
         }
-        return RolloutActors(
-            config=config,
-            plan=self.plan,
-            namespace=self.namespace,
-            generators=self.generators,
-            retrievers=retrievers,
-            store=store,
-            starting={name: actor.ready.remote() for name, actor in (self.generators | retrievers).items()},
-        )
 
-    def _start(self, cls: type, options: dict[str, Any], *args: Any, **kwargs: Any) -> Handle:
-        self.actors.append(start_actor(cls, options, *args, **kwargs))
-        return self.actors[-1]
+    def _start(self, role: Role, cls: type, options: dict[str, Any], *args: Any, **kwargs: Any) -> Handle:
+        actor = start_actor(cls, options, *args, **kwargs)
+        self._actors[role].append(actor)
+        return actor

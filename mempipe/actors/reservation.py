@@ -84,6 +84,10 @@ class Reservation:
             options["runtime_env"] = {"env_vars": GROWING_SEGMENTS}
         return options
 
+    def free(self, role: Role) -> None:
+        """Gives the seats of a role, whose actors have ended, to the next actors of it."""
+        self._taken.pop(role, None)
+
     def pool_options(self, role: Role) -> dict[str, Any]:
         """Returns the Ray options of a role whose actor pool is started by Ray Data: any free bundle of the placement
         group (bundle index -1). The other roles must be started already."""

@@ -63,6 +63,7 @@ class RetrieverActor:
         from mempipe.retrieval.retriever import MAX_BATCH, BatchingRetriever, Retriever
         from mempipe.retrieval.vectors import Shards
 
+        reached("retriever.start")
         if config.url:
             retriever = RemoteRetriever(config.url, config)
         else:

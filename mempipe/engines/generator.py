@@ -261,6 +261,20 @@ class Generator:
                 if in_flight:
                     await self._call("resume", lambda engine: engine.resume())
 
+    async def begin(self, seed: int) -> None:
+        """Forgets all that was sampled so far: completions are from now on those of an engine that was just started
+        with `seed`. Waits for the completions in flight. Raises as `load_weights` does."""
+        async with self._update:
+            self._open.clear()
+            try:
+                await self._idle.wait()
+                if not await self._call("prefix cache", lambda engine: engine.reset_prefix_cache(running=False)):
+                    raise WeightTransferFailed("the engine kept its prefix cache, which others filled")
+                await self._call("seed", lambda engine: engine.collective_rpc("reseed", seed=seed))
+                self.take_load()
+            finally:
+                self._open.set()
+
     async def sleep(self) -> None:
         """Frees the GPU memory of weights and cache, once the completions in flight have finished; does nothing for a
         sleeping engine.

@@ -90,22 +90,24 @@ def joined(checksums: Mapping[str, int], packed: Mapping[str, Sequence[str]]) ->
     )
 
 
-def check_held(held: HeldWeights, learner: Mapping[str, int], *, engine: str, version: int) -> None:
-    """Raises StaleWeights unless `engine` holds `version` of the learner's weights (`learner`: checksum by tensor
-    name); the message names the first tensor that differs.
+def check_held(
+    held: HeldWeights, sent: Mapping[str, int], *, engine: str, version: int, sender: str = "the learner"
+) -> None:
+    """Raises StaleWeights unless `engine` holds `version` of the sender's weights (`sent`: checksum by tensor name);
+    the message names the first tensor that differs.
 
     If the engine's tensor names cannot be derived from the checkpoint's, only the sum over all tensors is compared.
     """
     if held.version != version:
-        raise StaleWeights(f"{engine} serves weights of version {held.version}, the learner sent {version}")
-    found, expected = held.checksums, joined(learner, held.packed_modules)
+        raise StaleWeights(f"{engine} serves weights of version {held.version}, {sender} sent {version}")
+    found, expected = held.checksums, joined(sent, held.packed_modules)
     if not expected.keys() <= found.keys():
         found, expected = ({"all tensors": sum(sums.values()) % _MODULUS} for sums in (found, expected))
     # Places for adapters that the learner does not train hold zeros, whose checksum is zero.
     differing = [name for name in found if found[name] != expected.get(name, 0)]
     if differing:
         raise StaleWeights(
-            f"{engine} does not hold the learner's weights of version {version}, which it says it serves: "
+            f"{engine} does not hold {sender}'s weights of version {version}, which it says it serves: "
             f"{len(differing)} of {len(expected)} checksums differ, the first that of {differing[0]}"
         )
 

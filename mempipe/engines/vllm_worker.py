@@ -31,6 +31,7 @@ from vllm.model_executor.layers import utils as layer_utils
 from vllm.model_executor.layers.linear import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import set_random_seed
 
 from mempipe.engines.checksums import checksum
 from mempipe.engines.row_blocks import Product, in_blocks
@@ -123,6 +124,10 @@ class WorkerExtension:
                 down, up = _own_adapter(layer)
                 sums |= {f"{name}.lora_A.weight": _sum(down), f"{name}.lora_B.weight": _sum(up)}
         return {name: int(value) for name, value in sums.items()}
+
+    def reseed(self, seed: int) -> None:
+        """Makes unseeded requests draw as after a start with this seed."""
+        set_random_seed(seed)
 
     def compute_rows_alone(self) -> None:
         """Computes every token without influence of the other tokens of its batch from now on

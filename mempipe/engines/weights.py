@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from mempipe.provenance import model_sha256
 from mempipe.storage.files import sha256, whole_file
 
 if TYPE_CHECKING:
@@ -95,17 +96,41 @@ def newest_weights(folder: str | Path) -> WeightHandle | None:
     return WeightHandle(version=info["version"], update_info=info)
 
 
-def read_weights(path: str, *, checksum: str) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a published file. They stay in the file's memory: it is mapped, and not copied.
+def model_handle(folder: str) -> WeightHandle | None:
+    """Returns the handle of a model's own files, which are loaded as version 0; None for anything but a folder with
+    weights in safetensors files."""
+    checksum = model_sha256(folder)
+    if not checksum:
+        return None
+    info = {"path": str(Path(folder).absolute()), "checksum": checksum, "version": 0}
+    return WeightHandle(version=0, update_info=info)
 
-    Raises ValueError when its bytes are not those that were published.
+
+def read_weights(path: str, *, checksum: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a published file, or of a model's folder (`model_handle`). They stay in the files' memory:
+    these are mapped, and not copied.
+
+    Raises ValueError when the bytes are not those that were published.
     """
     from safetensors.torch import load_file
 
-    found = sha256(Path(path))
+    is_folder = Path(path).is_dir()
+    found = model_sha256(path) if is_folder else sha256(Path(path))
     if found != checksum:
         raise ValueError(f"{path} has sha256 {found}, but {checksum} was published; it was changed or damaged since")
-    return load_file(path)
+    files = sorted(Path(path).glob("*.safetensors")) if is_folder else [path]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def read_checksums(handle: WeightHandle, *, dtype: str) -> dict[str, int]:
+    """Returns the checksum of every weight of a handle as an engine of `dtype` holds it, by its name in the file.
+    Raises ValueError as `read_weights` does."""
+    import torch
+
+    from mempipe.engines.checksums import checksum
+
+    weights = read_weights(handle.update_info["path"], checksum=handle.update_info["checksum"])
+    return {name: int(checksum(weight.to(getattr(torch, dtype)))) % 2**64 for name, weight in weights.items()}
 
 
 class EngineControl(Protocol):

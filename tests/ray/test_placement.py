@@ -3,11 +3,12 @@ Stub roles record where they are and which GPUs they see."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ import ray
 from mempipe.actors import launch as launching
 from mempipe.actors import reservation
 from mempipe.actors.handles import start_actor
-from mempipe.actors.launch import Roles, launch, launch_rollout_actors, learner_settings
+from mempipe.actors.launch import Roles, launch, learner_settings
+from mempipe.actors.standing import StandingActors, launch_rollout_actors
 from mempipe.config import RunConfig
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.tiny import build_model, build_tokenizer
+from mempipe.engines.weights import WeightHandle
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
 from mempipe.planning.capacity import GIB
@@ -32,6 +35,7 @@ from mempipe.streams.pools import Pool, stream_tables
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 
 NUM_GPUS = 8
+SHAPE = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 
 
@@ -55,6 +59,9 @@ class Stub:
 
     async def ready(self) -> int:
         return 0
+
+    async def begin(self, weights: WeightHandle | None, seed: int) -> None:
+        self._events.append(("begin", weights and weights.update_info["path"], seed))
 
     async def shutdown(self) -> None:
         pass
@@ -226,6 +233,40 @@ def test_vectors_have_gpus_of_their_own(gpu_cluster):
     with stubs(8), launch_rollout_actors(config, "placement") as actors:
         (holder,) = gpus_of([*actors.retrievers.values()])
         assert len(holder) == 2 and not {*holder} & {*gpus_of([*actors.generators.values()])[0]}
+
+
+def test_actors_stay_as_long_as_they_fit_the_next_agent(gpu_cluster, tmp_path):
+    """On one GPU, so that an engine can only start in the seat of the one before."""
+    first, second = (str(tmp_path / name) for name in ("first", "second"))
+    for folder in map(Path, (first, second)):
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(dict.fromkeys(SHAPE, 8)))
+        (folder / "model.safetensors").write_text(folder.name)
+    with stubs(1), StandingActors("placement") as standing:
+
+        def serve(*overrides: str, fails: bool = False) -> tuple[list[Any], list[Any], Any]:
+            config = settings("quickstart", "budget.context_tokens=512", f"model.path={first}", *overrides)
+            with suppress(OSError), standing.serving(config) as actors:
+                engines, retrievers = [*actors.generators.values()], [*actors.retrievers.values()]
+                last = places(engines)[0]["events"][-1]
+                if fails:
+                    raise OSError
+            return engines, retrievers, last
+
+        engines, retrievers, begun = serve()
+        assert begun == ("begin", None, 1)
+        assert serve("seed=7") == (engines, retrievers, ("begin", None, 7))
+        assert serve(f"model.path={second}") == (engines, retrievers, ("begin", second, 1))
+        assert serve("budget.context_tokens=480") == (engines, retrievers, ("begin", first, 1))
+        longer, same, begun = serve("budget.context_tokens=1024")
+        assert longer != engines and same == retrievers and begun == ("begin", None, 1)
+        unnamed, same, begun = serve("model.path=owner/model")  # whose files are not here
+        assert unnamed != longer and same == retrievers and begun == ("begin", None, 1)
+        engines, _, _ = serve(fails=True)
+        others, new, _ = serve()
+        assert others != engines and new != retrievers
+        same, newest, _ = serve("retrieval.timeout_s=7")
+        assert same == others and newest != new
 
 
 def test_what_a_stream_computes_on_gpus_comes_row_by_row(gpu_cluster):

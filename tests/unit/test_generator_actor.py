@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import AsyncMock
 
 import numpy as np
 import pytest
+import torch
 from ray.exceptions import ActorDiedError
 
 from mempipe.actors import generator
 from mempipe.actors.pools import GeneratorPool
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
-from mempipe.engines.proof import HeldWeights, Proof
+from mempipe.engines.proof import HeldWeights, Proof, StaleWeights
+from mempipe.engines.weights import model_handle, pack_weights
 
 
 class Engine:
@@ -150,3 +153,17 @@ async def test_scores_are_asked_for_through_the_pool_like_completions(actor):
 
     pool = GeneratorPool([Handle()], config=GenerationConfig(), sampling=SamplingConfig(), stop_token_ids=[])
     assert await asyncio.gather(pool.score([1, 2, 3]), pool.score([4, 5])) == [[-2.0, -3.0], [-5.0]]
+
+
+async def test_an_engine_that_does_not_hold_the_weights_of_the_next_agent_says_so(actor, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(pack_weights({"w": torch.ones(3)}).data)
+    handle = model_handle(str(tmp_path))
+    with pytest.raises(StaleWeights, match=f"the engine serves weights of version 7, {tmp_path} sent 0"):
+        await actor.begin(handle, 1)
+    actor._engine.held_weights = held = AsyncMock()
+    held.return_value = HeldWeights(version=0, checksums={"w": 1}, packed_modules={})
+    with pytest.raises(StaleWeights, match=f"does not hold {tmp_path}'s weights .* 1 of 1 checksums differ"):
+        await actor.begin(handle, 1)
+    (tmp_path / "model.safetensors").write_bytes(pack_weights({"w": torch.zeros(3)}).data)
+    with pytest.raises(ValueError, match="was changed or damaged since"):
+        await actor.begin(handle, 1)
