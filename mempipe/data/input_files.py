@@ -114,6 +114,11 @@ def _find(source: str, suffixes: tuple[str, ...]) -> list[InputFile]:
     files = sorted((file for file in found if file.ends_in(*suffixes)), key=lambda file: file.name)
     if is_folder:
         files = [file for file in files if file.name not in _RECORDS and not is_hidden(file.name)]
+    if not files and any(file.ends_in(".arrow") for file in found):
+        raise ConfigError(
+            f"{source} holds .arrow files, as Dataset.save_to_disk writes them; write a .parquet file and name that: "
+            f"datasets.load_from_disk({source!r}).to_parquet('questions.parquet')"
+        )
     if not files:
         raise ConfigError(f"{source} is a folder without a file that ends in {expected.replace(' nor ', ' or ')}")
     return files

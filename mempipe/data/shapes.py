@@ -48,6 +48,9 @@ PROMPTS = ("prompt", "input", "messages", "conversations", "responses_create_par
 """Fields that hold a question, perhaps with instructions around it: a text, or chat messages with one of the user's."""
 ANSWERS = (
     "golden_answers",
+    "golden_answer",
+    "gold_answers",
+    "gold_answer",
     "answers",
     "answer",
     "target",

@@ -67,7 +67,12 @@ def read_benchmark(benchmark: Benchmark, file: str, *, left_out: Counter[str] | 
     questions = iter_questions(file, columns=benchmark.columns, left_out=left_out)
     if benchmark.objectives > 1:
         questions = join_objectives(questions, objectives=benchmark.objectives, seed=benchmark.pair_seed, file=file)
-    return islice(questions, benchmark.num_questions or None)
+    try:
+        yield from islice(questions, benchmark.num_questions or None)
+    except ConfigError as error:
+        if "data.columns" not in str(error):
+            raise
+        raise ConfigError(f"{error} (in an evaluation's config it is `columns` of the benchmark)") from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,9 +43,11 @@ def evaluation_of(source: str, words: Sequence[str] = ()) -> EvaluationSuite:
     if not Path(source).is_dir():
         return load_suite(source, words)
     questions, overrides = _questions_and_overrides(words)
+    columns = _columns(overrides) if questions else {}
     agent, overrides = _agent(source, overrides, EvaluationSuite)
     config = run_config(EvaluatedRun.model_validate(agent), name="trained", ordered=False)
-    return parse_section(_suite(source, config, questions, _rows(source, agent, config), overrides), EvaluationSuite)
+    values = _suite(source, config, questions, _rows(source, agent, config), columns)
+    return parse_section(merged(values, overrides), EvaluationSuite)
 
 
 def sweep_of(source: str, words: Sequence[str] = ()) -> SweepConfig:
@@ -54,13 +56,14 @@ def sweep_of(source: str, words: Sequence[str] = ()) -> SweepConfig:
     if not Path(source).is_dir():
         return load_sweep(source, words)
     questions, overrides = _questions_and_overrides(words)
+    columns = _columns(overrides) if questions else {}
     agent, overrides = _agent(source, overrides, SweepConfig)
     config = run_config(EvaluatedRun.model_validate(agent), name="trained", ordered=False)
     if not isinstance(config.budget, MemoryBudget):
         raise ConfigError(
             f"agent.name of {source} is {config.agent.name!r}, which has no budget.memory_tokens to sweep"
         )
-    values = _suite(source, config, questions, [agent], {})
+    values = _suite(source, config, questions, [agent], columns)
     tokens = config.budget.memory_tokens
     values |= {"budgets": sorted({max(1, tokens // share) for share in BUDGET_SHARES})}
     return parse_section(merged(values, overrides), SweepConfig)
@@ -71,6 +74,13 @@ def _questions_and_overrides(words: Sequence[str]) -> tuple[str, dict[str, Any]]
     if len(files) > 1:
         raise ConfigError(f"{files[1]!r} is neither key=value nor the question file, which is {files[0]!r} already")
     return next(iter(files), ""), parse_overrides([word for word in words if word not in files])
+
+
+def _columns(overrides: dict[str, Any]) -> dict[str, Any]:
+    """Takes `data.columns` out of the overrides: with a question file they name its fields, not those of the
+    run's questions."""
+    data = overrides.get("data")
+    return (isinstance(data, dict) and data.pop("columns", None)) or {}
 
 
 def _agent(folder: str, overrides: dict[str, Any], study: type[Section]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -112,8 +122,9 @@ def _rows(folder: str, agent: dict[str, Any], config: RunConfig) -> list[dict[st
 
 
 def _suite(
-    folder: str, config: RunConfig, questions: str, rows: list[dict[str, Any]], overrides: dict[str, Any]
+    folder: str, config: RunConfig, questions: str, rows: list[dict[str, Any]], columns: dict[str, Any]
 ) -> dict[str, Any]:
+    """Returns the settings of the evaluation. `columns` are those of a question file that is named."""
     file = questions or config.data.validation
     if not file:
         raise ConfigError(
@@ -124,15 +135,15 @@ def _suite(
     name = Path(folder).resolve().name
     measured = Path(file).name.partition(".")[0] or "questions"
     sets = {measured: file} if questions else _held_out(folder, file)
-    values: dict[str, Any] = {
+    asked = {"num_questions": 0, "columns": columns} if questions else {"num_questions": NUM_HELD_OUT}
+    return {
         "name": f"{name}-{measured}" if questions else name,
         "runs": rows,
         "benchmarks": [
-            {"name": label, "file": path, "num_questions": 0 if questions else NUM_HELD_OUT}
+            {"name": label, "file": path, "columns": config.data.columns.model_dump(), **asked}
             for label, path in sets.items()
         ],
     }
-    return merged(values, overrides)
 
 
 def _held_out(folder: str, file: str) -> dict[str, str]:

@@ -18,6 +18,7 @@ from examples.own_reward.reward import right_with_few_searches
 from mempipe.cli import main
 from mempipe.data.qa import write_questions
 from mempipe.data.world import World, make_questions
+from mempipe.evaluation.benchmarks import read_benchmark
 from mempipe.evaluation.cells import Cell
 from mempipe.evaluation.distribution import distribution_tables
 from mempipe.evaluation.results import result_row
@@ -185,6 +186,31 @@ def test_a_run_is_swept_over_shares_of_its_memory(run, tmp_path):
 def test_a_sweep_of_a_run_that_is_to_be_trained_needs_its_file(run):
     with pytest.raises(ConfigError, match="with train every run has a config, a training run's YAML file"):
         sweep_of(str(run), ["train=true"])
+
+
+def test_the_fields_of_a_question_file_are_named_as_its_refusal_says(run, tmp_path):
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"query": "Who?", "my_label": "Ann"}\n')
+    (asked,) = evaluation_of(str(run), [str(file)]).benchmarks
+    with pytest.raises(ConfigError, match=r"set data.columns.answer .*it is `columns` of the benchmark"):
+        list(read_benchmark(asked, asked.file))
+    for study in (evaluation_of, sweep_of):
+        suite = study(str(run), [str(file), "data.columns.answer=my_label"])
+        (asked,) = suite.benchmarks
+        assert [question.golden_answers for question in read_benchmark(asked, asked.file)] == [["Ann"]]
+        assert resolve_run(suite, suite.runs[0]).data.columns.answer == "", "they are no setting of the run"
+
+
+def test_the_held_out_questions_are_read_with_the_fields_of_the_run(tmp_path):
+    run = make_run(tmp_path / "runs" / "quick")
+    file = tmp_path / "mine.jsonl"
+    file.write_text('{"query": "Who?", "my_label": "Ann"}\n')
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config |= {"world": None, "warm_start": None}
+    config["data"] |= {"train": str(file), "validation": str(file), "columns": {"answer": "my_label"}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (asked,) = evaluation_of(str(run)).benchmarks
+    assert [question.golden_answers for question in read_benchmark(asked, asked.file)] == [["Ann"]]
 
 
 def test_a_question_file_whose_name_is_only_an_ending_has_a_set_with_a_name(run, tmp_path):

@@ -350,6 +350,14 @@ def test_bad_rows_are_counted_by_kind_and_passed_over_up_to_the_limit(tmp_path):
     assert f"{path}, line 6: not JSON" in str(caught.value)
 
 
+def test_a_folder_that_datasets_saved_is_refused_with_the_call_that_writes_parquet(tmp_path):
+    (tmp_path / "saved").mkdir()
+    (tmp_path / "saved" / "state.json").write_text("{}")
+    (tmp_path / "saved" / "data-00000-of-00001.arrow").write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"holds .arrow files, .*load_from_disk\('.*saved'\).to_parquet\("):
+        read_questions(tmp_path / "saved")
+
+
 def test_a_folder_of_question_files_is_one(tmp_path):
     jsonl(tmp_path / "data" / "a.jsonl", FLASHRAG)
     (tmp_path / "data" / "b.jsonl.gz").write_bytes(gzip.compress(json.dumps(FLASHRAG | {"id": "q2"}).encode()))

@@ -534,3 +534,9 @@ def test_every_kind_of_file_gives_the_same_questions(tmp_path_factory, rows):
     found = [read_questions(folder / f"q.{kind}") for kind in ("jsonl", "json", "csv", "tsv", "parquet")]
     assert all(questions == found[0] for questions in found)
     assert [(q.text, q.golden_answers) for q in found[0]] == [(asked, [gold]) for asked, gold in rows]
+
+
+@pytest.mark.parametrize("field", ["gold_answers", "gold_answer", "golden_answer"])
+def test_gold_answers_are_found_under_that_name(tmp_path, field):
+    (question,) = read_questions(jsonl(tmp_path / "q.jsonl", {"question": "Who?", field: "Ann"}))
+    assert question.golden_answers == ["Ann"]
