@@ -156,6 +156,10 @@ def _trace(arguments: argparse.Namespace) -> None:
     from mempipe.reports.traced import read_traced
 
     traced = read_traced(Path(arguments.run))
+    for name, suffix in (("html", ".html"), ("svg", ".svg")):
+        file = getattr(arguments, name)
+        if file and not file.endswith(suffix):
+            raise ConfigError(f"--{name} writes {file}; expected a name that ends in {suffix}")
     if arguments.html:
         from mempipe.reports.viewer import write_viewer
 

@@ -1,12 +1,15 @@
-"""Writes the answer to "how much memory is enough?": `budgets.md`, `budgets.html`, and two plots as SVG: the score and
-the first causes of wrong answers, against the budget.
+"""Writes the answer to "how much memory is enough?": `budgets.md`, `budgets.html`, the numbers in `budgets.json`, and
+two plots as SVG: the score and the first causes of wrong answers, against the budget.
 
 Every set and every number of hops has its own table, verdict and line. All of them together come last.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from pathlib import Path
+from typing import Any
 
 from mempipe.evaluation.metrics import definitions
 from mempipe.evaluation.statistics import Interval
@@ -67,11 +70,54 @@ def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[
             [*budget_lines(study), *(f"![{plot.title}]({file})" for file, plot in plots.items()), ""]
         ),
         "budgets.html": page,
+        "budgets.json": json.dumps(budget_numbers(study), indent=1) + "\n",
         **{file: render("chart.svg", chart=with_legend(figure)) for file, figure in plots.items()},
     }
     for file, text in texts.items():
         write_text(folder / file, text)
     return [folder / file for file in texts]
+
+
+def budget_numbers(study: BudgetStudy) -> dict[str, Any]:
+    """Returns the metric, the margin and a row for each part, agent and budget, for a program. Shares are from 0 to 1;
+    an interval is a value with its ends, null where it has none.
+    """
+    return {
+        "metric": study.metric,
+        "margin": study.margin,
+        "budgets": [
+            {"part": part.label, "num_hops": part.num_hops, "agent": curve.agent, **_numbers(curve, point)}
+            for part in study.parts
+            for curve in part.curves
+            for point in curve.points
+        ],
+    }
+
+
+def _numbers(curve: BudgetCurve, point: BudgetPoint) -> dict[str, Any]:
+    measured, test = point.measured, point.test
+    return {
+        "memory_tokens": point.memory_tokens,
+        "score": _ends(measured.score),
+        "score_by_run": measured.by_seed,
+        "score_over_trainings": _ends(measured.over_trainings),
+        "tokens_per_question": measured.tokens_per_question,
+        "seconds_per_question": measured.seconds_per_question,
+        "largest_context": measured.largest_context,
+        "verdict": None if test is None else str(curve.verdict(point)),
+        "difference": None if test is None else _ends(test.difference),
+        "difference_over_trainings": None if test is None else _ends(test.over_trainings),
+        "num_questions": None if test is None else test.num_questions,
+        "power": None if test is None else test.power,
+        "questions_needed": None if test is None else test.questions_needed,
+    }
+
+
+def _ends(interval: Interval | None) -> dict[str, float | None] | None:
+    if interval is None:
+        return None
+    ends = {"low": interval.low, "high": interval.high}
+    return {"value": interval.value, **{name: end if math.isfinite(end) else None for name, end in ends.items()}}
 
 
 def budget_lines(study: BudgetStudy) -> list[str]:

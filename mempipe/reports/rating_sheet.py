@@ -32,14 +32,16 @@ def write_sheet(path: Path, traced: Sequence[Traced], *, num_trajectories: str |
     if `path` ends in .html, a CSV if it ends in .csv. Returns the number of trajectories.
 
     The same trajectories give the same sheet. The rater sees neither phase nor reward nor needed facts: a trajectory's
-    name is a hash of its key. Raises ConfigError for another suffix, for a number that is none, and where no trajectory
-    has a memory.
+    name is a hash of its key. Raises ConfigError for another suffix, for a number that is none, for a CSV
+    that exists, and where no trajectory has a memory.
     """
     wanted = int(num_trajectories) if str(num_trajectories).isdecimal() else 0
     if not wanted:
         raise ConfigError(f"--sheet is {num_trajectories}; expected a number of trajectories from 1, e.g. 20")
     if path.suffix not in (".html", ".csv"):
         raise ConfigError(f"--sheet writes {path}; expected a name that ends in .html (for a browser) or .csv")
+    if path.suffix == ".csv" and path.exists():
+        raise ConfigError(f"--sheet writes {path}, which exists and may hold ratings; name a new file")
     rateable = [each for each in traced if next(_memory_turns(each), None) is not None]
     if not rateable:
         raise ConfigError("no trajectory writes a memory, so there is nothing to rate")

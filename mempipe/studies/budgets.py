@@ -175,7 +175,8 @@ def study_evaluation(folder: Path, *, metric: str = "em", margin: float | None =
     Raises ConfigError when there is none, when a run is unfinished, and when two of an agent have the same budget.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist; give the folder of an evaluation")
+        problem = "is not a folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {problem}; give the folder of a sweep or an evaluation")
     runs = list(measured_runs(folder))
     seen: dict[tuple[str, int | None], str] = {}
     for run in runs:
@@ -189,7 +190,10 @@ def study_evaluation(folder: Path, *, metric: str = "em", margin: float | None =
     named = [replace(run, agent=run.name) if run.memory_tokens is None else run for run in runs]
     study = study_runs(named, metric=metric, margin=MARGIN if margin is None else margin, seed=seed)
     if not study.whole.curves:
-        raise ConfigError(f"{folder} has no agent that was evaluated under two values of budget.memory_tokens")
+        raise ConfigError(
+            f"{folder} has no agent that was evaluated under two values of budget.memory_tokens; `mempipe sweep` makes "
+            "such a folder, from a run's folder too"
+        )
     return study
 
 

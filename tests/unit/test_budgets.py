@@ -399,6 +399,13 @@ def test_the_command_writes_and_prints_the_answer(tmp_path, capsys):
     assert "| 8 | 20.0 (" in out and "| history | – | 50.0 (" in out
     assert "0 gained, 240 lost" in out and "| not enough |" in out and "| largest |" in out
     assert page.count("<figure>") == 2 and (tmp_path / "budgets.svg").stat().st_size > 500
+    numbers = json.loads((tmp_path / "budgets.json").read_text())
+    assert (numbers["metric"], numbers["margin"]) == ("em", 0.02)
+    found = [
+        (each["part"], each["memory_tokens"], each["score"]["value"], each["verdict"]) for each in numbers["budgets"]
+    ]
+    assert found == [("nq", 8, 0.2, "not enough"), ("nq", 16, 0.8, "enough"), ("nq", 32, 0.8, None)]
+    assert numbers["budgets"][0]["difference"]["value"] == pytest.approx(-0.6)
     assert main(["budgets", str(tmp_path), "--margin", "0.01"]) == 0
     assert "memsearcher: whether 16 tokens are enough cannot be told with 400 questions" in capsys.readouterr().out
     assert main(["budgets", str(tmp_path), "--margin", "0"]) == 2

@@ -101,6 +101,16 @@ def test_a_sheet_that_cannot_be_written_is_refused(run, capsys, number, file, me
     assert message in capsys.readouterr().err
 
 
+def test_a_filled_sheet_is_not_written_again(run, tmp_path, capsys):
+    sheet = tmp_path / "s.csv"
+    printed(capsys, run, "--sheet", 4, sheet)
+    filled(sheet, sheet, ["yes"] * 8)
+    before = sheet.read_bytes()
+    assert main(["trace", str(run), "--sheet", "4", str(sheet)]) == 2
+    assert "which exists and may hold ratings; name a new file" in capsys.readouterr().err
+    assert sheet.read_bytes() == before
+
+
 def test_an_agent_that_carries_its_history_has_no_memory_to_rate(run, tmp_path, capsys):
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text("agent: {name: react}\n")

@@ -383,7 +383,7 @@ def test_a_sweep_with_all_results_only_writes_its_report(tmp_path, capsys, monke
         finish(trial, right={4: 10, 8: 30, None: 20}[trial.memory_tokens] + trial.suite.seed)
     paths = sweep_main(sweep, resume="always")
     text = (sweep.folder / "budgets.md").read_text()
-    assert {path.name for path in paths} == {"budgets.md", "budgets.html", "budgets.svg"}
+    assert {path.name for path in paths} == {"budgets.md", "budgets.html", "budgets.json", "budgets.svg"}
     assert (
         "mem, world: 4 tokens are not enough: they lose more than 2 points" in text
         and "27.5, 30.0" in text

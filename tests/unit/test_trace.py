@@ -344,3 +344,16 @@ def test_a_picture_takes_one_question_and_holds_hostile_text_as_text(tmp_path, c
     assert elements <= {"svg", "title", "style", "rect", "text"}
     assert main(["trace", str(tmp_path / "run"), "--limit", "3", "--svg", str(picture)]) == 2
     assert "at most 2 trajectories of one question, and 3 were chosen" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--svg", "a.png"], "--svg writes a.png; expected a name that ends in .svg"),
+        (["--html", "a.pdf"], "--html writes a.pdf; expected a name that ends in .html"),
+    ],
+)
+def test_a_file_of_another_kind_is_not_written(run, tmp_path, monkeypatch, capsys, words, sentence):
+    monkeypatch.chdir(tmp_path)
+    assert main(["trace", str(run), *words]) == 2
+    assert sentence in capsys.readouterr().err and not Path(words[1]).exists()
