@@ -23,7 +23,9 @@ _MOVES = {
     ("mempipe.serve.answers", "mempipe.serve.requests"): "answer_jobs calls event_stream idempotency journal reserve "
     "store",
     ("mempipe.serve", "mempipe.serve.replicas"): "agent_replica generator_replica prometheus retriever_replica traces",
-    ("mempipe.serve", "mempipe.serve.openai"): "chat_api",
+    ("mempipe.serve", "mempipe.openai_api"): "chat_api",
+    ("mempipe.serve.openai", "mempipe.openai_api"): "chat_api chat_reading chat_writing completions_api fields "
+    "responses_api responses_reading responses_writing",
 }
 """Modules that kept their name, by the packages that they are moved from and to."""
 MOVED = {f"{old}.{name}": f"{new}.{name}" for (old, new), names in _MOVES.items() for name in names.split()}
@@ -32,6 +34,7 @@ MOVED |= {
     "mempipe.actors.finding": "mempipe.streams.candidates",
     "mempipe.actors.indexing": "mempipe.streams.segments",
     "mempipe.serve.answers": "mempipe.serve.requests",
+    "mempipe.serve.openai": "mempipe.openai_api",
     "mempipe.stream": "mempipe.streams.groups",
 }
 GONE = {

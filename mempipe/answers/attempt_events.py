@@ -11,6 +11,8 @@ from mempipe.types import Completion, Context, SearchResult
 
 Emit = Callable[[str, dict[str, Any]], None]
 """Takes an event: its name and its data."""
+Event = tuple[str, dict[str, Any] | str]
+"""An event as a stream sends it: its name, which may be empty, and its data, an object or a text as it is."""
 
 
 class AttemptEvents:

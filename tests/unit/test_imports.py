@@ -195,7 +195,7 @@ LAYERS = [
     {"planning"},
     {"evaluation"},
     {"answers", "studies"},
-    {"reports", "checks", "progress"},
+    {"reports", "checks", "progress", "openai_api"},
     {"stop"},
     {"actors", "direct"},
     {"streams"},

@@ -21,10 +21,10 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
+from mempipe.openai_api.chat_api import ChatMessage, ChatRequest
+from mempipe.openai_api.chat_reading import history
 from mempipe.rollout import make_renderer
 from mempipe.serve.http.keys import new_key
-from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest
-from mempipe.serve.openai.chat_reading import history
 
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]

@@ -16,10 +16,10 @@ from service_builders import QUESTIONS, Service, build_service, config_with_inst
 
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.openai_api.completions_api import CompletionRequest
+from mempipe.openai_api.responses_api import InputItem, ResponseRequest
+from mempipe.openai_api.responses_reading import read_items, read_response
 from mempipe.serve.http.keys import new_key
-from mempipe.serve.openai.completions_api import CompletionRequest
-from mempipe.serve.openai.responses_api import InputItem, ResponseRequest
-from mempipe.serve.openai.responses_reading import read_items, read_response
 from mempipe.serve.requests.store import Store, StoredResponse
 
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)

@@ -11,14 +11,12 @@ from typing import Any
 from fastapi.responses import StreamingResponse
 
 from mempipe.answers.api import AnswerReply
-from mempipe.answers.attempt_events import Emit
+from mempipe.answers.attempt_events import Emit, Event
 from mempipe.answers.errors import ApiError
 from mempipe.serve.http.errors import FAILED, error_body
 
 PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive."""
-Event = tuple[str, dict[str, Any] | str]
-"""The name of an event, which may be empty, and its data: an object, or a text as it is."""
 logger = logging.getLogger(__name__)
 
 

@@ -9,11 +9,12 @@ from fastapi import APIRouter, Response
 
 from mempipe.answers.answering import Answering
 from mempipe.answers.api import ModelReply, ModelsReply
+from mempipe.answers.attempt_events import Event
 from mempipe.answers.errors import ApiError
-from mempipe.serve.openai.chat_api import ChatReply, ChatRequest
-from mempipe.serve.openai.chat_reading import in_chat, read_chat
-from mempipe.serve.openai.chat_writing import Chunks, chat_reply
-from mempipe.serve.requests.event_stream import Event, event_stream, events
+from mempipe.openai_api.chat_api import ChatReply, ChatRequest
+from mempipe.openai_api.chat_reading import in_chat, read_chat
+from mempipe.openai_api.chat_writing import Chunks, chat_reply
+from mempipe.serve.requests.event_stream import event_stream, events
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, ignored_header, refusals
 from mempipe.serve.routes.parts import Owner, Parts, PartsOfApp, RequestId
 

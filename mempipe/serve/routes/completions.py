@@ -7,11 +7,12 @@ from typing import Any
 
 from fastapi import APIRouter, Response
 
+from mempipe.answers.attempt_events import Event
 from mempipe.answers.errors import ApiError
-from mempipe.serve.openai.chat_api import ChatReply
-from mempipe.serve.openai.completions_api import CompletionChoice, CompletionReply, CompletionRequest
-from mempipe.serve.openai.fields import refuse_unsupported, unread
-from mempipe.serve.requests.event_stream import Event, event_stream
+from mempipe.openai_api.chat_api import ChatReply
+from mempipe.openai_api.completions_api import CompletionChoice, CompletionReply, CompletionRequest
+from mempipe.openai_api.fields import refuse_unsupported, unread
+from mempipe.serve.requests.event_stream import event_stream
 from mempipe.serve.routes.chat import play_chat
 from mempipe.serve.routes.documented import ALWAYS, ANSWERS, BEARER, IGNORED, ignored_header
 from mempipe.serve.routes.parts import Owner, PartsOfApp, RequestId

@@ -8,9 +8,9 @@ from typing import Any
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
+from mempipe.openai_api.fields import listed
 from mempipe.serve.http.errors import ErrorReply
 from mempipe.serve.http.gate import retry_header
-from mempipe.serve.openai.fields import listed
 
 _MEANINGS = {
     400: "A field is missing, unknown, of another type or beyond a limit, or the body cannot be read.",

@@ -13,8 +13,8 @@ from pydantic import TypeAdapter
 
 from mempipe.answers.api import AnswerReply
 from mempipe.answers.errors import ApiError
-from mempipe.serve.openai.listing import Page, PageRequest, asked_page
-from mempipe.serve.openai.responses_api import (
+from mempipe.openai_api.listing import Page, PageRequest, asked_page
+from mempipe.openai_api.responses_api import (
     ConversationReply,
     ConversationRequest,
     ConversationUpdate,
@@ -27,8 +27,8 @@ from mempipe.serve.openai.responses_api import (
     ResponseReply,
     ResponseRequest,
 )
-from mempipe.serve.openai.responses_reading import REFERENCE, in_response, read_items, read_response, response_of
-from mempipe.serve.openai.responses_writing import ResponseEvents, begun, finished, of_input, of_memory
+from mempipe.openai_api.responses_reading import REFERENCE, in_response, read_items, read_response, response_of
+from mempipe.openai_api.responses_writing import ResponseEvents, begun, finished, of_input, of_memory
 from mempipe.serve.requests.answer_jobs import AnswerJob
 from mempipe.serve.requests.event_stream import event_stream, events
 from mempipe.serve.requests.store import Session, StoredResponse

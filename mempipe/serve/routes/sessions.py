@@ -8,7 +8,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query
 
 from mempipe.answers.api import DeletedReply, SessionReply
-from mempipe.serve.openai.listing import MAX_LISTED, Limit, Order, Page, PageRequest, page_of
+from mempipe.openai_api.listing import MAX_LISTED, Limit, Order, Page, PageRequest, page_of
 from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
 from mempipe.serve.routes.parts import Owner, PartsOfApp
 

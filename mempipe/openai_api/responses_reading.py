@@ -11,10 +11,10 @@ from pydantic import ValidationError
 
 from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
 from mempipe.answers.errors import ApiError
-from mempipe.serve.openai.chat_api import ChatMessage
-from mempipe.serve.openai.chat_reading import INSTRUCTIONS, history
-from mempipe.serve.openai.fields import of_messages, refuse_unsupported, unread
-from mempipe.serve.openai.responses_api import LOGPROBS, InputItem, ResponseRequest
+from mempipe.openai_api.chat_api import ChatMessage
+from mempipe.openai_api.chat_reading import INSTRUCTIONS, history
+from mempipe.openai_api.fields import of_messages, refuse_unsupported, unread
+from mempipe.openai_api.responses_api import LOGPROBS, InputItem, ResponseRequest
 
 MEMORY, THOUGHT = "memory_", "thought_"
 """How the ids of this service's reasoning items begin: of those that hold a memory, and of those that hold none. The

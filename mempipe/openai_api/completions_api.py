@@ -7,8 +7,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, Field, WithJsonSchema
 
 from mempipe.answers.api import AnswerReply, Count, Id, NumSamples, Options, Seed, Temperature, TopK, TopP, Usage
-from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest, Stops, StreamOptions
-from mempipe.serve.openai.fields import ExtendedBody
+from mempipe.openai_api.chat_api import ChatMessage, ChatRequest, Stops, StreamOptions
+from mempipe.openai_api.fields import ExtendedBody
 from mempipe.text import replace_surrogates
 
 
@@ -50,7 +50,7 @@ class CompletionRequest(ExtendedBody):
     mempipe: Options | None = None
     """Options for which the OpenAI API has no field."""
 
-    # Refused unless they request nothing (`mempipe.serve.openai.fields`).
+    # Refused unless they request nothing (`mempipe.openai_api.fields`).
     best_of: Any = None
     logprobs: Any = None
     suffix: Any = None

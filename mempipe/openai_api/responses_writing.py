@@ -8,8 +8,9 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 from mempipe.answers.api import MAX_ID_CHARS, AnswerReply, TurnReply
+from mempipe.answers.attempt_events import Event
 from mempipe.answers.replies import finish_reason
-from mempipe.serve.openai.responses_api import (
+from mempipe.openai_api.responses_api import (
     CachedTokens,
     ConversationOfResponse,
     IncompleteDetails,
@@ -26,8 +27,7 @@ from mempipe.serve.openai.responses_api import (
     ResponseUsage,
     SummaryText,
 )
-from mempipe.serve.openai.responses_reading import MEMORY, THOUGHT
-from mempipe.serve.requests.event_stream import Event
+from mempipe.openai_api.responses_reading import MEMORY, THOUGHT
 from mempipe.text import replace_surrogates
 
 

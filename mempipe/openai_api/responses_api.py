@@ -21,8 +21,8 @@ from mempipe.answers.api import (
     TopK,
     TopP,
 )
-from mempipe.serve.openai.chat_api import MAX_MESSAGES, Content, StreamOptions
-from mempipe.serve.openai.fields import ExtendedBody
+from mempipe.openai_api.chat_api import MAX_MESSAGES, Content, StreamOptions
+from mempipe.openai_api.fields import ExtendedBody
 
 LOGPROBS = "message.output_text.logprobs"
 """The value of `include` that asks for log-probs."""
@@ -142,7 +142,7 @@ class ResponseRequest(ExtendedBody):
     service_tier: Any = None
     truncation: Any = None
 
-    # Refused unless they request nothing (`mempipe.serve.openai.fields`).
+    # Refused unless they request nothing (`mempipe.openai_api.fields`).
     background: Any = None
     moderation: Any = None
     prompt: Any = None

@@ -8,10 +8,10 @@ from typing import Any
 
 from mempipe.answers.answering import Answering
 from mempipe.answers.api import AnswerReply, TokenLogprob, TurnReply
+from mempipe.answers.attempt_events import Event
 from mempipe.answers.replies import finish_reason, reasoning
-from mempipe.serve.openai.chat_api import ChatChoice, ChatReply, ChatReplyMessage, ChatRequest, ChoiceLogprobs
-from mempipe.serve.openai.chat_reading import Chat
-from mempipe.serve.requests.event_stream import Event
+from mempipe.openai_api.chat_api import ChatChoice, ChatReply, ChatReplyMessage, ChatRequest, ChoiceLogprobs
+from mempipe.openai_api.chat_reading import Chat
 
 
 class Chunks:

@@ -23,7 +23,7 @@ from mempipe.answers.api import (
     TopP,
     Usage,
 )
-from mempipe.serve.openai.fields import ExtendedBody
+from mempipe.openai_api.fields import ExtendedBody
 from mempipe.text import replace_surrogates
 
 MAX_MESSAGES = 10_000
@@ -146,7 +146,7 @@ class ChatRequest(ExtendedBody):
     store: Any = None
     verbosity: Any = None
 
-    # Refused unless they request nothing (`mempipe.serve.openai.fields`).
+    # Refused unless they request nothing (`mempipe.openai_api.fields`).
     audio: Any = None
     function_call: Any = None
     functions: Any = None

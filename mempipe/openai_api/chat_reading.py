@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
 from mempipe.answers.conversation import exchange
 from mempipe.answers.errors import ApiError
-from mempipe.serve.openai.chat_api import ChatMessage, ChatRequest
-from mempipe.serve.openai.fields import of_messages, refuse_unsupported, unread
+from mempipe.openai_api.chat_api import ChatMessage, ChatRequest
+from mempipe.openai_api.fields import of_messages, refuse_unsupported, unread
 
 INSTRUCTIONS = ("system", "developer")
 """Roles whose messages are instructions, at any position."""
