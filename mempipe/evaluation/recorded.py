@@ -42,6 +42,8 @@ def read_recorded(path: Path, *, tokens: bool = True) -> Iterator[Recorded]:
     for recorded in _found(path, tokens=tokens):
         num_trajectories += sum(len(group.trajectories) for group in recorded.groups)
         yield recorded
+    if not num_trajectories and (trial := next(iter(sorted(path.glob("trials/*/"))), None)) is not None:
+        raise ConfigError(f"{path} is a sweep; give the folder of one of its trials, e.g. {trial}")
     if not num_trajectories:
         raise ConfigError(f"{path} holds no trajectories: a run writes them when it evaluates, before its first step")
 

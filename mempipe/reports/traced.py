@@ -10,6 +10,8 @@ from typing import Any
 from mempipe.agents.registry import agent_spec
 from mempipe.config import DEFAULT_AGENT
 from mempipe.evaluation.recorded import Recorded, read_recorded
+from mempipe.loader import parse_section, section_values
+from mempipe.settings import ConfigError
 from mempipe.types import Question, Trajectory
 
 
@@ -41,7 +43,7 @@ def read_traced(path: Path) -> list[Traced]:
 
 
 def _traced(recorded: Recorded) -> list[Traced]:
-    budget, thought, full_history = _facts(recorded.settings)
+    budget, thought, full_history = _facts(recorded.settings, recorded.place)
     return [
         Traced(
             phase=recorded.phase or group.id.removesuffix(group.question.id).strip("/"),  # PHASE/QUESTION
@@ -56,11 +58,18 @@ def _traced(recorded: Recorded) -> list[Traced]:
     ]
 
 
-def _facts(values: Mapping[str, Any]) -> tuple[int | None, Callable[[str], str], bool]:
+def _facts(values: Mapping[str, Any], place: Path) -> tuple[int | None, Callable[[str], str], bool]:
     if not values:
         return None, str.strip, False
     spec = agent_spec(values.get("agent", {}).get("name", DEFAULT_AGENT))
-    return spec.budget.model_validate(values.get("budget", {})).memory_limit, spec.thought, spec.grows
+    try:
+        budget = parse_section(section_values(values, "budget"), spec.budget)
+    except ConfigError as error:
+        raise ConfigError(
+            f"the budget of the run that wrote {place} cannot be read ({error}); read it with the version of mempipe "
+            "that wrote it"
+        ) from error
+    return budget.memory_limit, spec.thought, spec.grows
 
 
 def phases_of(traced: Sequence[Traced]) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import yaml
 from trace_builders import group, write_run
 
 from mempipe.cli import main
@@ -357,3 +358,19 @@ def test_a_file_of_another_kind_is_not_written(run, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     assert main(["trace", str(run), *words]) == 2
     assert sentence in capsys.readouterr().err and not Path(words[1]).exists()
+
+
+def test_a_run_whose_budget_has_a_setting_of_another_version_is_refused_in_a_sentence(run, capsys):
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["budget"]["of_tomorrow"] = 5
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["trace", str(run)]) == 2
+    error = capsys.readouterr().err
+    assert "trajectories.parquet cannot be read (of_tomorrow is not a setting" in error
+    assert error.rstrip().endswith("read it with the version of mempipe that wrote it")
+
+
+def test_of_a_sweep_a_trial_is_asked_for(tmp_path, capsys):
+    (tmp_path / "sweep" / "trials" / "a-memory-4-seed-1").mkdir(parents=True)
+    assert main(["trace", str(tmp_path / "sweep")]) == 2
+    assert "sweep is a sweep; give the folder of one of its trials, e.g. " in capsys.readouterr().err
