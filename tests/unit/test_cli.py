@@ -257,35 +257,40 @@ def test_trace_says_what_is_missing(run, tmp_path, capsys, arguments, words):
     assert words in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
+def test_a_source_that_is_not_there_is_said_before_anything_heavy_is_imported(tmp_path):
+    """One interpreter is given them all, one after the other."""
+    here = str(tmp_path)
+    no_folder = "retrieval.index is 'nowhere', which is not a folder"
+    refused = [
         (["serve", "runs/nothing"], "runs/nothing does not exist; give a run's folder"),
         (["data", "cloze", "nowhere.jsonl", "out"], "nowhere.jsonl does not exist"),
         (["data", "cloze", "nowhere.txt", "out"], "nowhere.txt does not exist"),
-        (["serve", "HERE", "--index", "nowhere"], "retrieval.index is 'nowhere', which is not a folder"),
-        (["serve", "HERE", "settings.retrieval.index=nowhere"], "retrieval.index is 'nowhere', which is not a folder"),
+        (["serve", here, "--index", "nowhere"], no_folder),
+        (["serve", here, "settings.retrieval.index=nowhere"], no_folder),
+        (["serve", here, "budget.max_turns=3"], "budget is of the run, not of the service; write settings.budget"),
+        (["export", here, "out", "--step", "15"], "holds those after the learner steps 20 (step-00000040)"),
+        (["train", f"{here}/config.yaml", "output=/proc/runs"], "no folder can be made in /proc"),
         (
-            ["serve", "HERE", "budget.max_turns=3"],
-            "budget is of the run, not of the service; write settings.budget",
-        ),
-        (["export", "HERE", "out", "--step", "15"], "holds those after the learner steps 20 (step-00000040)"),
-        (["train", "HERE/config.yaml", "output=/proc/runs"], "no folder can be made in /proc"),
-        (
-            ["train", "HERE/config.yaml", "output=/proc/runs", "compat.question_mark=true"],
+            ["train", f"{here}/config.yaml", "output=/proc/runs", "compat.question_mark=true"],
             "warning: compat is now called agent.compat; it is read under both names\nerror: output is ",
         ),
         (["model", "import", "nothing", "out"], "nothing is neither a GGUF file nor an installed package"),
-    ],
-)
-def test_a_source_that_is_not_there_is_said_before_anything_heavy_is_imported(words, message, tmp_path):
+    ]
     (tmp_path / "config.yaml").write_text((ROOT / "jobs/configs/quickstart.yaml").read_text())
     made = tmp_path / "checkpoints" / "step-00000040"
     made.mkdir(parents=True)
     state = {"num_updates_done": 40, "ranks": "2 cpu", "position": asdict(Position(step=20))}
     (made / "state.json").write_text(json.dumps(state))
-    words = [word.replace("HERE", str(tmp_path)) for word in words]
-    heavy = "[name for name in ('ray', 'torch') if name in sys.modules]"
-    code = f"import sys; from mempipe.cli import main; code = main({words!r}); print({heavy}); sys.exit(code)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout.strip()) == (2, "[]") and message in done.stderr
+    code = (
+        "import contextlib, io, json, sys\nfrom mempipe.cli import main\nfor words in json.loads(sys.argv[1]):\n"
+        "    out, said = io.StringIO(), io.StringIO()\n"
+        "    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):\n        code = main(words)\n"
+        "    heavy = [name for name in ('ray', 'torch') if name in sys.modules]\n"
+        "    print(json.dumps([code, heavy, out.getvalue(), said.getvalue()]))\n"
+    )
+    command = [sys.executable, "-c", code, json.dumps([words for words, _ in refused])]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for (words, message), line in zip(refused, done.stdout.splitlines(), strict=True):
+        *ended, said = json.loads(line)
+        assert ended == [2, [], ""] and message in said, (words, ended, said)
