@@ -7,8 +7,10 @@ from __future__ import annotations
 import functools
 import gc
 import os
+import pickle
 import ssl
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ from miniature import MINIATURE, QUICKSTART
 from xdist.scheduler import LoadFileScheduling
 
 from mempipe.environment import EVERY_PROCESS
+from mempipe.storage import yaml_text
 from tools.guard import leave_nothing_behind
 
 if TYPE_CHECKING:
@@ -31,6 +34,16 @@ settings.load_profile("mempipe")
 os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, before anything reads it
 # Each HTTP client of a library reads the file of all certificates in 15 ms; the hundreds of a test process share it.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
+
+
+def _parsed_once(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Parses a text once in a process, and gives each caller a copy of its own."""
+    parsed = functools.cache(lambda text: pickle.dumps(parse(text)))
+    return lambda text: pickle.loads(parsed(text))
+
+
+# PyYAML needs tens of milliseconds for a shipped config, and the tests load the same ones hundreds of times.
+yaml_text.parse_yaml = _parsed_once(yaml_text.parse_yaml)
 
 HEAVY = ("tests/jobs/", "tests/ray/", "tests/engines/", "tests/gpu/")
 """Folders whose tests go one at a time, since each starts a job, a cluster or an engine."""
