@@ -16,7 +16,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import mlflow
 import pytest
 import ray
 import torch
@@ -243,8 +242,10 @@ def test_mlflow_has_traces_with_one_span_per_turn(job):
     assert max(num_turns) > 1
 
 
-def _mlflow_client(job: Job) -> mlflow.MlflowClient:
-    return mlflow.MlflowClient(tracking_uri(job.config.tracking, job.folder))
+def _mlflow_client(job: Job) -> Any:
+    from mlflow import MlflowClient
+
+    return MlflowClient(tracking_uri(job.config.tracking, job.folder))
 
 
 def test_the_terminal_shows_the_run_and_nothing_else(job):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import yaml
 from chain_setup import CONFIGS, tiny
-from mlflow import MlflowClient
 
 from mempipe.agents.memsearcher import MemSearcherPrompts
 from mempipe.agents.prompt_set import load_prompts
@@ -230,6 +229,8 @@ def test_stages_are_children_of_the_chain_in_mlflow_also_when_it_goes_on(tmp_pat
     chain = tiny(tmp_path)
     with pytest.raises(RuntimeError, match="killed"):
         pipeline.main(chain)
+    from mlflow import MlflowClient
+
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mlflow.db'}")
     parent = last_run_id(chain.folder)
     assert parent is not None and client.get_run(parent).info.status == "FAILED"

@@ -9,7 +9,6 @@ from functools import partialmethod
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from mempipe.settings import Section
 from mempipe.tracking.config import TrackingConfig
@@ -40,6 +39,8 @@ def test_an_mlflow_that_is_away_for_a_while_costs_nothing(tmp_path):
     away.start()
     parent = run(tmp_path / "sweep", TrackingConfig())
     away.join()
+    from mlflow import MlflowClient
+
     recorded = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}").get_run(parent)
     assert recorded.info.status == "FINISHED" and recorded.data.metrics == {"em": 0.5}
 
@@ -62,5 +63,7 @@ def test_a_job_that_fails_is_recorded_as_failed(tmp_path):
         parent_run(TrackingConfig(), folder=tmp_path / "s", name="s", settings=Settings()) as (_, of_parts),
     ):
         raise RuntimeError("a trial failed")
+    from mlflow import MlflowClient
+
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     assert client.get_run(of_parts.parent_run_id).info.status == "FAILED"

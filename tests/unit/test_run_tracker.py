@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-from mlflow import MlflowClient
 
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.loader import parse_config
@@ -32,6 +31,8 @@ def test_a_run_is_recorded_without_a_cluster(tracker, tmp_path):
     tracker.flush()
     summary = tracker.finish("FINISHED")
     assert summary.losses == () and summary.num_refused == 0
+    from mlflow import MlflowClient
+
     client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
     run = client.get_run(str(last_run_id(tmp_path / "run")))
     assert run.info.status == "FINISHED" and run.data.metrics == {"em": 0.5} and run.data.params["name"] == "run"

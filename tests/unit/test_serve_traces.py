@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import httpx
 import pytest
-from mlflow import MlflowClient
 from service_builders import QUESTIONS, build_service, config_of, running
 
 from mempipe.engines.config import SamplingConfig
@@ -48,6 +47,8 @@ def test_an_answer_is_a_trace_of_the_services_own_run(tokenizer, tmp_path, monke
             body = {"question": QUESTION.text, "metadata": {"ticket": "17"}}
             reply = httpx.post(f"{service.url}/v1/answer", json=body, timeout=20).json()
         recorder.close()
+    from mlflow import MlflowClient
+
     client = MlflowClient(tracking_uri=uri)
     (experiment,) = client.search_experiments(filter_string="name = 'mempipe'")
     (run,) = client.search_runs([experiment.experiment_id])
