@@ -4,6 +4,7 @@ after every run. What tests of several folders use is here too.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import os
@@ -103,6 +104,7 @@ def smollm2_import(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]
 
 def pytest_configure() -> None:
     leave_nothing_behind()
+    atexit.register(gc.unfreeze)  # what is frozen at the end, libraries would call a leak
     gc.disable()  # collecting the tests makes no garbage, and half of its time went into looking for some
 
 
@@ -117,10 +119,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # no later collection looks at all test modules and their libraries again
     gc.enable()
-
-
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # what is left at the end, libraries would call a leak
 
 
 @pytest.hookimpl(optionalhook=True)
