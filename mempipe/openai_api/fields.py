@@ -14,6 +14,9 @@ from mempipe.answers.api import RequestBody
 from mempipe.answers.errors import ApiError
 
 MAX_LISTED = 50
+_VALUES = reprlib.Repr()
+"""How a refusal shows a value: chat programs show it to their users, and a list of tools has many kilobytes."""
+_VALUES.maxlevel, _VALUES.maxlist, _VALUES.maxstring = 3, 1, 40
 _HEADER_NAME = re.compile(r"[A-Za-z0-9_.-]{1,80}")
 
 IDLE: dict[str, tuple[Any, ...]] = {
@@ -115,7 +118,7 @@ def refuse_unsupported(request: BaseModel) -> None:
         if value is None or value in values:
             continue
         expected = f"leave it out or send {values[-1]!r}" if values else "leave it out"
-        message = f"{name} is {reprlib.repr(value)}, which this service cannot do; {expected}"
+        message = f"{name} is {_VALUES.repr(value)}, which this service cannot do; {expected}"
         raise ApiError(400, message, param=name, code="unsupported_value" if values else "unsupported_parameter")
 
 

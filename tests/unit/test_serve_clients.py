@@ -187,6 +187,16 @@ def test_of_tools_and_a_choice_among_them_the_tools_are_refused(service):
     assert send(service, **fields).json()["error"]["param"] == "tools"
 
 
+def test_a_refusal_of_many_tools_is_short_and_names_the_first(service):
+    """Open WebUI sends its own tools with every question of its page, and shows the refusal to its users."""
+    properties = {name: {"default": 0, "description": f"Number of {name} to subtract"} for name in ("days", "weeks")}
+    function = {"name": "calculate_timestamp", "description": "Get the current Unix timestamp. " * 20}
+    function["parameters"] = {"properties": properties, "type": "object"}
+    message = send(service, tools=[{"type": "function", "function": function}] * 9).json()["error"]["message"]
+    assert "'name': 'calculate_timestamp'" in message and message.endswith("cannot do; leave it out or send []")
+    assert len(message) < 250
+
+
 def test_a_token_limit_bounds_every_message_of_the_policy(service):
     assert content_of(send(service, max_tokens=30)) == GOLD
     assert set(service.engine.limits) == {30}
