@@ -17,7 +17,7 @@ from pydantic import Field
 from mempipe.agents.budget import Budget
 from mempipe.agents.config import AgentConfig
 from mempipe.agents.prompt_set import PromptSet, load_prompts
-from mempipe.agents.protocol import Tokenizer, UnfitQuestion, parse_answer, thought_of
+from mempipe.agents.protocol import QuestionTooLong, Tokenizer, UnfitQuestion, parse_answer, thought_of
 from mempipe.agents.registry import AgentSpec
 from mempipe.agents.rendering import Renderer, encode_pieces, opened_thought
 from mempipe.agents.tools import SearchLimits
@@ -86,7 +86,7 @@ class FullTextRenderer(Renderer[FullTextBudget]):
         if not token_ids:
             raise UnfitQuestion(f"question {question.id} has an empty context; full_text reads one")
         if len(token_ids) > limit:
-            raise UnfitQuestion(
+            raise QuestionTooLong(
                 f"question {question.id} has a context of {len(token_ids)} tokens, more than budget.document_tokens "
                 f"{limit}; raise it with budget.context_tokens, or read with memagent"
             )

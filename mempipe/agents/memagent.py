@@ -18,7 +18,7 @@ from pydantic import Field
 from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.config import AgentConfig, CompatConfig
 from mempipe.agents.prompt_set import ANSWER_OPEN, PromptSet, load_prompts
-from mempipe.agents.protocol import Tokenizer, UnfitQuestion, last_stated, parse_answer, thought_of
+from mempipe.agents.protocol import QuestionTooLong, Tokenizer, UnfitQuestion, last_stated, parse_answer, thought_of
 from mempipe.agents.registry import AgentSpec
 from mempipe.agents.rendering import AnswerProbe, Renderer, encode_pieces, opened_thought
 from mempipe.agents.tools import SearchLimits
@@ -138,7 +138,7 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         if not chunks:
             raise UnfitQuestion(f"question {question.id} has an empty context; memagent reads one")
         if limit and len(chunks) > limit:
-            raise UnfitQuestion(
+            raise QuestionTooLong(
                 f"question {question.id} has a context of {len(chunks)} chunks (budget.chunk_tokens "
                 f"{self.budget.chunk_tokens}), "
                 f"more than budget.max_chunks {limit}"

@@ -28,6 +28,10 @@ class UnfitQuestion(ValueError):
     """
 
 
+class QuestionTooLong(UnfitQuestion):
+    """The question or its text does not fit its budget."""
+
+
 class Tokenizer(Protocol):
     """The text-to-ids boundary (`mempipe.engines.tokenizer.load_tokenizer` makes one)."""
 

@@ -17,7 +17,7 @@ from typing import ClassVar, Generic, Self, TypeVar
 from mempipe.agents.budget import Budget, SearchBudget
 from mempipe.agents.chat_frame import chat_frame, closing_id, role_marks
 from mempipe.agents.prompt_set import split_slots
-from mempipe.agents.protocol import Tokenizer, UnfitQuestion
+from mempipe.agents.protocol import QuestionTooLong, Tokenizer
 from mempipe.agents.tools import SearchTool
 from mempipe.settings import ConfigError
 from mempipe.text import Neutralizer
@@ -91,7 +91,7 @@ class Renderer(Generic[B]):
         return changed
 
     def question(self, question: Question) -> list[int]:
-        """Encodes the question's text, with the instructions of `instructed`. Raises UnfitQuestion when that has more
+        """Encodes the question's text, with the instructions of `instructed`. Raises QuestionTooLong when that has more
         than budget.question_tokens.
         """
         text, limit = question.text, self.budget.question_tokens
@@ -102,7 +102,7 @@ class Renderer(Generic[B]):
             token_ids = self._instructed.filled({"question": token_ids, "instructions": self._instructions})
             what = "and its instructions have"
         if len(token_ids) > limit:
-            raise UnfitQuestion(
+            raise QuestionTooLong(
                 f"question {question.id} {what} {len(token_ids)} tokens, more than budget.question_tokens {limit}"
             )
         return token_ids

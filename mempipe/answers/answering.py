@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from mempipe.agents.budget import MemoryBudget
-from mempipe.agents.protocol import SearchFn, Tokenizer, UnfitQuestion
+from mempipe.agents.protocol import QuestionTooLong, SearchFn, Tokenizer, UnfitQuestion
 from mempipe.agents.registry import BUILT_IN, AgentSpec
 from mempipe.agents.rendering import Renderer
 from mempipe.answers.api import AnswerReply, AnswerRequest, AttemptReply, BudgetChanges, Sampling, TurnReply
 from mempipe.answers.attempt_events import AttemptEvents, Emit
 from mempipe.answers.conversation import next_memory, starting_from
-from mempipe.answers.errors import ApiError
+from mempipe.answers.errors import TOO_LONG, ApiError
 from mempipe.answers.replies import answer_logprobs, most_frequent, turn_replies, usage_of
 from mempipe.answers.same_index import IndexChanged, SameIndex
 from mempipe.config import RunConfig
@@ -273,7 +273,8 @@ class Answering:
             renderer.check(question)
             renderer.prepare(question)  # the rollout must not hold up the others while it encodes
         except UnfitQuestion as error:
-            raise ApiError(400, str(error), param="question") from error
+            code = TOO_LONG if isinstance(error, QuestionTooLong) else None
+            raise ApiError(400, str(error), param="question", code=code) from error
         if text and not self.agents[agent].agent_spec.reads:
             raise ApiError(400, f"agent {agent!r} searches; it reads no text or document of a request", param="text")
         return Plan(

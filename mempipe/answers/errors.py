@@ -6,6 +6,11 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
+TOO_LONG = "context_length_exceeded"
+"""The code of the OpenAI API for a question that is too long. Many clients look for it: they tell this fault from
+others, shorten what they send, or count the question as failed.
+"""
+
 
 class ApiError(Exception):
     """Refuses a request with a status, a sentence, and the field or code that a program may look at."""

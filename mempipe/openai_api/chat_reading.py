@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
 from mempipe.answers.conversation import exchange
-from mempipe.answers.errors import ApiError
+from mempipe.answers.errors import TOO_LONG, ApiError
 from mempipe.openai_api.chat_api import ChatMessage, ChatRequest
 from mempipe.openai_api.fields import of_messages, refuse_unsupported, unread
 
@@ -58,7 +58,7 @@ def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bo
     for what, text in (("the question", question), ("the instructions", orders if takes_instructions else "")):
         if len(text) > MAX_QUESTION_CHARS:
             message = f"messages: {what} should have at most {MAX_QUESTION_CHARS} characters, not {len(text)}"
-            raise ApiError(400, message, param="messages")
+            raise ApiError(400, message, param="messages", code=TOO_LONG)
     asked = AnswerRequest(
         question=question,
         instructions=orders if orders and takes_instructions else None,

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
-from mempipe.answers.errors import ApiError
+from mempipe.answers.errors import TOO_LONG, ApiError
 from mempipe.openai_api.chat_api import ChatMessage
 from mempipe.openai_api.chat_reading import INSTRUCTIONS, history
 from mempipe.openai_api.fields import of_messages, refuse_unsupported, unread
@@ -66,7 +66,7 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
     for name, text in (("input", question), ("instructions", instructions if takes_instructions else "")):
         if len(text) > MAX_QUESTION_CHARS:
             message = f"{name} has {len(text)} characters; at most {MAX_QUESTION_CHARS} are read"
-            raise ApiError(400, message, param=name)
+            raise ApiError(400, message, param=name, code=TOO_LONG)
     if not takes_instructions:
         unknown |= {message.role for message in messages if message.role in INSTRUCTIONS}
     if request.conversation is not None:

@@ -452,6 +452,16 @@ def test_a_question_that_is_too_long_is_refused_in_a_sentence(service):
     assert refused.status_code == 400 and "at most 100000 characters" in refused.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("length", [100, 100_001])
+@pytest.mark.parametrize("path", ["chat/completions", "completions", "responses"])
+def test_a_question_that_is_too_long_has_the_code_that_clients_look_for(service, path, length):
+    """litellm, dspy, pydantic-ai, crewai and inspect-ai tell it from other faults by this code."""
+    text = "x " * length
+    asked = {"chat/completions": {"messages": [user(text)]}, "completions": {"prompt": text}}.get(path, {"input": text})
+    answer = httpx.post(f"{service.url}/v1/{path}", json={"model": "tiny", **asked}, timeout=20)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+
+
 # Replies.
 
 
