@@ -38,6 +38,7 @@ CLIENTS = {
     "llama_index": ["llama-index-llms-openai-like"],
     "instructor": ["instructor"],
     "inspect_ai": ["inspect-ai", "openai"],
+    "openai_agents": ["openai-agents"],
 }
 """The packages to install for each client."""
 TIMEOUT_S = 120
