@@ -54,6 +54,9 @@ from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
 
 START_TIMEOUT_S = 900.0
+MOST_DEATHS = 3
+"""Deaths of its engine that one call survives: an engine that dies at every call, such as one whose attention has no
+code for the model, would otherwise be loaded again until the deadline, and nobody would be told why."""
 SILENT_AFTER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once; not tuned (Ray's default: 1,000)
@@ -270,7 +273,8 @@ def ask_all(
     begun: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Returns the answer of every actor to `submit`, by name; `begun` are calls that were submitted already. An actor
-    that Ray restarts in the meantime is called again. Raises as `wait_for` does.
+    that Ray restarts in the meantime is called again, until its engine has died MOST_DEATHS times. Raises as `wait_for`
+    does.
     """
     deadline = time.monotonic() + timeout_s
     pending = begun or {name: submit(actor) for name, actor in actors.items()}
@@ -289,7 +293,7 @@ def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dic
 
 
 def _answer(name: str, reference: Any, *, phase: str, deadline: float, again: Callable[[], Any] | None = None) -> Any:
-    pauses = retry_pauses()
+    pauses, deaths = retry_pauses(), 0
     while True:
         try:
             return ray.get(reference, timeout=max(deadline - time.monotonic(), 0.001))
@@ -297,9 +301,10 @@ def _answer(name: str, reference: Any, *, phase: str, deadline: float, again: Ca
             raise RoleLost(f"{phase}: {name} gave no answer in time") from error
         except (RayActorError, RayTaskError) as error:
             of_task = None if isinstance(error, RayActorError) else error.cause
+            deaths += isinstance(of_task, EngineDead)
             starts_again = isinstance(error, ActorUnavailableError) or isinstance(of_task, EngineDead)
             pause = next(pauses)
-            if again is not None and starts_again and time.monotonic() + pause < deadline:
+            if again is not None and starts_again and deaths < MOST_DEATHS and time.monotonic() + pause < deadline:
                 time.sleep(pause)
                 reference = again()
                 continue

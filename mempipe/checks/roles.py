@@ -16,6 +16,10 @@ from mempipe.planning.ledger import cache_bytes, engine_held
 from mempipe.planning.placement import Demand, Plan, plan
 from mempipe.settings import ConfigError
 
+CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Dimensions of an attention head for which an engine without a GPU has code (vLLM 0.32); it ends at the first token of
+another model."""
+
 
 def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -> list[Finding]:
     """Checks that every role has a place there. Without GPUs all run on CPUs and share the machine's memory."""
@@ -63,6 +67,12 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
     if shape.heads % placed.tensor_parallel:
         text = f"generation.tensor_parallel is {placed.tensor_parallel}, which does not divide the {shape.heads}"
         return [*findings, fatal(f"{text} attention heads of the model")]
+    if not devices.num_gpus and shape.head_dim not in CPU_HEAD_SIZES:
+        sizes = ", ".join(map(str, CPU_HEAD_SIZES))
+        text = (
+            f"{config.model.path} has attention heads of {shape.head_dim} dimensions; on CPUs vLLM has code for {sizes}"
+        )
+        return [*findings, fatal(text)]
     trained = trained_parameters(config.model, shape)
     if not trained:
         return [*findings, fatal(f"model.lora_targets {config.model.lora_targets} name no linear layer of the model")]

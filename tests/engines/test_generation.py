@@ -15,6 +15,7 @@ from tiny_qwen2 import MAX_MODEL_LEN, VOCAB_SIZE, build_model, held, model_score
 from transformers import Qwen2ForCausalLM
 
 from mempipe.agents.rendering import AnswerProbe
+from mempipe.checks.roles import CPU_HEAD_SIZES
 from mempipe.config import RunConfig
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import EngineDead, GenerationTimeout, Generator, WeightTransferFailed
@@ -262,3 +263,9 @@ async def test_an_engine_that_does_not_run_is_dead():
     with pytest.raises(EngineDead, match="not started"):
         await idle.load_weights(WeightHandle(version=1), 1)
     await idle.shutdown()
+
+
+def test_the_head_sizes_that_are_accepted_on_cpus_are_vllms():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    assert list(CPU_HEAD_SIZES) == CPUAttentionBackend.get_supported_head_sizes()

@@ -360,6 +360,15 @@ def test_a_correction_that_changes_nothing_is_noted_where_it_was_asked_for(setti
     assert not noted({"correction": "sequence"}, old_logprobs="recompute")
 
 
+def test_without_a_gpu_a_model_is_refused_whose_heads_the_engine_has_no_code_for(settings, tmp_path):
+    values = json.loads((Path(settings["model"]["path"]) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"head_dim": 16}))
+    config = parse_config(settings | {"model": settings["model"] | {"path": str(tmp_path)}})
+    (problem,) = fatals(check_roles(config, Devices(num_gpus=0)))
+    assert problem.startswith(f"{tmp_path} has attention heads of 16 dimensions; on CPUs vLLM has code for 32, 64, 80")
+    assert fatals(check_roles(config, PLENTY)) == []
+
+
 def test_float32_on_a_gpu_is_noted(settings):
     config = parse_config(settings)
     assert any("TF32" in finding.text for finding in check_roles(config, PLENTY))

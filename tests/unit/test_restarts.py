@@ -454,6 +454,14 @@ def test_an_actor_that_could_not_be_made_says_why():
 
 
 @pytest.mark.usefixtures("answered")
+def test_an_engine_that_dies_at_every_call_is_told_with_its_reason():
+    died = RayTaskError("prove", "", EngineDead("it failed with RuntimeError: head_dim=16"))
+    starting = ActorUnavailableError("it restarts", None)
+    with pytest.raises(RoleLost, match="loading weights: generator-0: it failed with RuntimeError: head_dim=16"):
+        ask(*[died, starting] * 10)
+
+
+@pytest.mark.usefixtures("answered")
 def test_an_actor_that_refuses_a_setting_is_not_made_again():
     """Every restart would end with the same sentence."""
     error = ActorDiedError()
