@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -73,20 +73,21 @@ async def started(config: RunConfig, endpoint: EndpointConfig | None) -> AsyncIt
 async def _retriever(config: RunConfig) -> AsyncIterator[SearchFn]:
     from mempipe.retrieval.retriever import BatchingRetriever
 
-    retriever = BatchingRetriever(await asyncio.to_thread(_opened, config), config.retrieval)
-    try:
+    with ExitStack() as closing:
+        retriever = BatchingRetriever(await asyncio.to_thread(_opened, config, closing), config.retrieval)
+        closing.callback(retriever.close)
         yield retriever.search
-    finally:
-        retriever.close()
 
 
-def _opened(config: RunConfig) -> Searcher:
-    """Opens the index of `config`, or connects to its retrieval service."""
+def _opened(config: RunConfig, closing: ExitStack) -> Searcher:
+    """Opens the index of `config`, or connects to its retrieval service until `closing` ends."""
     retrieval = config.retrieval
     if retrieval.url:
         from mempipe.retrieval.remote import RemoteRetriever
 
-        return RemoteRetriever(retrieval.url, retrieval)
+        client = RemoteRetriever(retrieval.url, retrieval)
+        closing.callback(client.close)
+        return client
     from mempipe.retrieval.retriever import Retriever
 
     return Retriever(retrieval.index, mode=retrieval.mode, encoder_path=retrieval.encoder_path)

@@ -11,6 +11,7 @@ import logging
 import math
 import reprlib
 import time
+import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -53,6 +54,8 @@ class RemoteRetriever:
         self._timeout_s = config.timeout_s
         self._http = HttpClient(url, policy, max_answer_bytes=MAX_ANSWER_BYTES)
         self._closing = ExitStack()
+        # Also when the process ends: a loop that is still open then would be waited for without end.
+        self._end = weakref.finalize(self, self._closing.close)
         # The client is asynchronous, `search` is called from a thread: the requests run in a separate event loop.
         self._portal = self._closing.enter_context(start_blocking_portal(name="retrieval-client"))
         self._closing.callback(self._portal.call, self._http.close)
@@ -108,7 +111,7 @@ class RemoteRetriever:
         """Ends a search that is in flight, and closes the connections."""
         if self._under_way is not None:
             self._under_way.cancel()
-        self._closing.close()
+        self._end()
 
     async def _search(self, queries: Sequence[Query]) -> list[SearchResult]:
         deadline = time.monotonic() + self._timeout_s

@@ -9,6 +9,8 @@ import json
 import re
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +22,7 @@ from typing import Any
 import pytest
 import uvicorn
 
+from mempipe.api.roles import _retriever
 from mempipe.checks.run import ask_network, check_run
 from mempipe.faults import ServiceFault, ServiceTimeout
 from mempipe.loader import load_config, parse_config
@@ -373,6 +376,30 @@ def test_a_server_that_has_no_health_is_asked_for_a_search(retriever, status):
     """501 is what Python's own `http.server` answers for a method that it does not serve."""
     with serving(Faulty(retriever, foreign=True, no_health=status)) as url, client_of(url) as client:
         assert client.search([Query(text="word5", num_passages=1)])[0].passages
+
+
+def test_a_process_ends_that_did_not_close_its_client(retriever):
+    code = (
+        "import sys; from mempipe.retrieval.config import RetrievalConfig; "
+        "from mempipe.retrieval.remote import RemoteRetriever; "
+        "kept = RemoteRetriever(sys.argv[1], RetrievalConfig(url=sys.argv[1])); print(kept.snapshot)"
+    )
+    with serving(Faulty(retriever)) as url:
+        done = subprocess.run([sys.executable, "-c", code, url], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, retriever.snapshot, "")
+
+
+async def test_an_agent_that_is_closed_leaves_no_client_of_a_service(service):
+    config = load_config(CONFIG, ["retrieval.index=''", f"retrieval.url={service[1]}"])
+
+    def clients() -> list[str]:
+        return [thread.name for thread in threading.enumerate() if thread.name == "retrieval-client"]
+
+    before = clients()
+    async with _retriever(config) as search:
+        assert (await search("word5", num_passages=1, partition="")).passages
+        assert len(clients()) == len(before) + 1
+    assert clients() == before
 
 
 def test_a_server_without_searches_is_refused_at_once():
