@@ -143,7 +143,7 @@ class RewardConfig(Section):
     """Rewards of single turns, each with its weight: kept_fact (needed facts that the turn found and its memory took,
     less those it lost), answer_in_memory (the memory knows a golden answer), token_price (each sampled token costs 1),
     or your own MODULE:NAME. A name alone has weight 1. What a turn earns is compared with the same turn of the other
-    attempts and changes the advantage of its context only; docs/memory.md."""
+    attempts and changes the advantage of its context only; docs/turn_rewards.md."""
 
     @field_validator("per_turn", mode="before")
     @classmethod
