@@ -25,6 +25,9 @@ from mempipe.faults import ServiceFault, ServiceTimeout, retry_pauses
 _CONNECT_S = 10.0
 _MAX_REASON_CHARS = 300
 
+SHORTEST_S = 0.05
+"""Seconds that a further attempt has at least: one that has none would hide why the attempts before it failed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetryPolicy:
@@ -105,7 +108,8 @@ class HttpClient:
 
         retrying = AsyncRetrying(
             retry=retry_if_exception_type(_Passing),
-            stop=stop_after_attempt(self._policy.num_attempts) | stop_before_delay(deadline - time.monotonic()),
+            stop=stop_after_attempt(self._policy.num_attempts)
+            | stop_before_delay(deadline - time.monotonic() - SHORTEST_S),
             wait=pause,
             reraise=True,
         )
