@@ -64,7 +64,9 @@ def describe_corpus(main: RunConfig, *, searches: bool, partition: str | None) -
 
 def _held_out(main: RunConfig) -> list[Question]:
     file = main.data.validation
-    return list(itertools.islice(iter_questions(file), MAX_QUESTIONS)) if file and Path(file).exists() else []
+    if not (file and Path(file).exists()):
+        return []
+    return list(itertools.islice(iter_questions(file, columns=main.data.columns), MAX_QUESTIONS))
 
 
 def _partitions(index: str) -> list[str]:

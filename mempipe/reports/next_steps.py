@@ -93,7 +93,10 @@ def _question(config: RunConfig) -> Question | None:
     file = config.data.validation
     if not (file and Path(file).exists()):
         return None
-    questions = list(itertools.islice(iter_questions(file), MAX_QUESTIONS))
+    try:
+        questions = list(itertools.islice(iter_questions(file, columns=config.data.columns), MAX_QUESTIONS))
+    except ConfigError:  # the file has changed since: a finished run does not fail for an example
+        return None
     return next(iter(example_questions(questions, partition=main_partition(questions))), None)
 
 

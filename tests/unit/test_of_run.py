@@ -15,6 +15,7 @@ import yaml
 from result_builders import answered
 
 from examples.own_reward.reward import right_with_few_searches
+from mempipe.answers.corpus import describe_corpus
 from mempipe.cli import main
 from mempipe.data.qa import write_questions
 from mempipe.data.world import World, make_questions
@@ -127,6 +128,40 @@ def test_without_a_warm_start_the_model_as_it_came_is_the_start(tmp_path):
     assert suite.runs[1].name == "untrained"
     with pytest.raises(ConfigError, match=r"has no held-out questions \(data\.validation is empty\)"):
         evaluation_of(str(run))
+
+
+def make_own_run(folder: Path) -> Path:
+    """A run whose held-out questions have fields that only `data.columns` names."""
+    file = folder.parent / "fragen.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text(json.dumps({"Frage": "Capital of Peru?", "Lösung": {"short": ["Lima"]}}) + "\n")
+    columns = "data.columns={question: Frage, answer: Lösung.short}"
+    given = ["world=null", "warm_start=null", "model.path=models/base", f"data.validation={file}", columns]
+    return make_run(folder, "quickstart", *given)
+
+
+def test_held_out_questions_are_read_by_the_fields_that_the_run_names(tmp_path):
+    run = make_own_run(tmp_path / "runs" / "own")
+    (benchmark,) = evaluation_of(str(run)).benchmarks
+    assert next(read_benchmark(benchmark, benchmark.file)).golden_answers == ["Lima"]
+    (swept,) = sweep_of(str(run)).benchmarks
+    assert swept.columns == benchmark.columns
+    (other,) = evaluation_of(str(run), [str(run / "world" / "validation.parquet")]).benchmarks
+    assert not other.columns.named
+    offered = describe_corpus(load_config(run / "config.yaml"), searches=True, partition=None)
+    assert [each.golden_answers for each in offered.examples] == [["Lima"]]
+
+
+def test_the_commands_after_a_run_ask_a_question_that_its_fields_hold(tmp_path):
+    run = make_own_run(tmp_path / "runs" / "own")
+    assert f'mempipe ask {run} "Capital of Peru?"' in [command for command, _ in asked_of(run)]
+    (run.parent / "fragen.jsonl").write_text("damaged")
+    assert f"mempipe serve {run}" in [command for command, _ in asked_of(run)]
+
+
+def asked_of(run: Path) -> list[tuple[str, str]]:
+    said = steps.next_steps(run, {"num_steps": 30, "output": str(run.parent)})
+    return [(re.sub(r"^\S*mempipe", "mempipe", command), meaning) for command, meaning in said]
 
 
 def make_model(folder: Path, *, agent: dict[str, Any] | None = None) -> Path:
