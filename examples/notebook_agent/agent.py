@@ -125,7 +125,7 @@ class Notebook(Agent[NotebookRenderer]):
         lines = [notebook.text, *(text for use in uses for text in use.texts)]
         token_ids = self.renderer.encode("\n".join(filter(None, lines)))
         kept = token_ids[-self.renderer.budget.notebook_tokens :]
-        return Memory(token_ids=kept, text=self.renderer.tokenizer.decode(kept), truncated=len(kept) < len(token_ids))
+        return self._memory(kept, cut_off=len(kept) < len(token_ids))
 
 
 AGENT = AgentSpec(

@@ -200,8 +200,7 @@ class MemAgent(Agent[MemAgentRenderer]):
             if len(token_ids) > self.renderer.budget.memory_tokens and self.renderer.budget.on_overflow == "end":
                 finish(turn)
                 return EndReason.MEMORY_OVERFLOW, None
-            kept = self.renderer.empty_memory if self._forgets else token_ids
-            memory = turn.new_memory = self._memory(kept, cut_off=message.cut_off)
+            memory = turn.new_memory = self._memory(token_ids, cut_off=message.cut_off)
             finish(turn)
             on_memory(index + 1, memory)
         turn = Turn(index=len(chunks), question_ids=question_ids, memory=memory)

@@ -287,7 +287,7 @@ class MemSearcher(Agent[MemSearcherRenderer]):
             return EndReason.BAD_MEMORY
         if len(token_ids) > self.renderer.budget.memory_tokens and self.renderer.budget.on_overflow == "end":
             return EndReason.MEMORY_OVERFLOW
-        return self._memory(self.renderer.empty_memory if self._forgets else token_ids)
+        return self._memory(token_ids)
 
 
 AGENT = AgentSpec(

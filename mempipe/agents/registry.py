@@ -40,8 +40,8 @@ class AgentSpec:
     """Makes the renderer: (config, budget, *, limits, tokenizer)."""
     agent: type[Agent[Any]]
     prompts: type[PromptSet] | None = None
-    """Class of the texts in `agent.prompts` (empty: the built-in set of the agent's name), read before anything starts.
-    None: only the renderer reads it."""
+    """Class of the texts in `agent.prompts` (empty: the built-in set of the agent's name; an agent of your own has a
+    file of its own then), read before anything starts. None: only the renderer reads it."""
     paper: str = ""
     """Paper in which the agent was published."""
     searches: bool = False

@@ -134,6 +134,11 @@ class Agent(ABC, Generic[R]):
         contexts: list[Context] = []
 
         def finish(turn: Turn) -> None:
+            if self._forgets and turn.new_memory is not None and turn.new_memory.token_ids != self._empty_memory:
+                raise TypeError(
+                    "control no_memory: turn.new_memory is not the empty memory; make every memory with "
+                    "self._memory(token_ids), which empties it"
+                )
             contexts.append(turn.context())
             if on_context is not None:
                 on_context(contexts[-1])
@@ -186,8 +191,14 @@ class Agent(ABC, Generic[R]):
         turn.searches += searches
         return searches
 
+    @property
+    def _empty_memory(self) -> list[int]:
+        return getattr(self.renderer, "empty_memory", [])
+
     def _memory(self, token_ids: list[int], *, cut_off: bool = False) -> Memory:
-        """Makes a memory of the ids, cut to its budget; `cut_off` says that they were cut already."""
+        """Makes a memory of the ids, cut to its budget; `cut_off` says that they were cut already. In the no-memory
+        ablation it is the empty memory, whatever the ids are."""
+        token_ids = self._empty_memory if self._forgets else token_ids
         kept = token_ids[: self.renderer.budget.memory_limit]
         return Memory(
             token_ids=kept, text=self.renderer.tokenizer.decode(kept), truncated=cut_off or len(kept) < len(token_ids)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.prompt_set import load_prompts
+from mempipe.agents.registry import BUILT_IN
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok, refused
 from mempipe.checks.machine import Devices, check_cluster, check_writable, devices_here, is_on_a_cluster
 from mempipe.checks.models import check_adapter, check_architecture, check_hub, check_model
@@ -45,7 +46,7 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
 def check_prompts(config: RunConfig) -> list[Finding]:
     """Checks that the agent's prompt set can be read and, with budget.memory_choices, states the limit."""
     kind, name = config.agent_spec.prompts, config.agent.prompts or config.agent.name
-    if kind is None:
+    if kind is None or not (config.agent.prompts or name in BUILT_IN):  # an agent of your own finds its own texts
         return []
     memory = config.budget if isinstance(config.budget, MemoryBudget) else None
     return [attempt(lambda: load_prompts(name, kind, memory=memory), f"agent.prompts: {name}")]

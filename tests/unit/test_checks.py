@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import agent_builders
@@ -21,12 +22,13 @@ import yaml
 from peft import LoraConfig, inject_adapter_in_model
 from transformers import AutoModelForCausalLM
 
+from mempipe.agents.registry import agent_spec
 from mempipe.checks import models
 from mempipe.checks.findings import Finding
 from mempipe.checks.inputs import hash_inputs
 from mempipe.checks.machine import Devices
 from mempipe.checks.roles import check_roles
-from mempipe.checks.run import check_run
+from mempipe.checks.run import check_prompts, check_run
 from mempipe.cli import main
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.doctor import examine
@@ -367,6 +369,17 @@ def test_without_a_gpu_a_model_is_refused_whose_heads_the_engine_has_no_code_for
     (problem,) = fatals(check_roles(config, Devices(num_gpus=0)))
     assert problem.startswith(f"{tmp_path} has attention heads of 16 dimensions; on CPUs vLLM has code for 32, 64, 80")
     assert fatals(check_roles(config, PLENTY)) == []
+
+
+def test_an_agent_of_ones_own_may_have_its_own_prompts_when_none_are_named(settings, monkeypatch):
+    """Its renderer reads them; a set that is named is read before anything starts."""
+    spec = agent_spec("memsearcher")
+    monkeypatch.setitem(sys.modules, "own_lab.agent", SimpleNamespace(AGENT=spec))
+    own = parse_config(settings | {"agent": {"name": "own_lab.agent"}})
+    assert check_prompts(own) == []
+    named = parse_config(settings | {"agent": {"name": "own_lab.agent", "prompts": "nowhere.yaml"}})
+    (problem,) = fatals(check_prompts(named))
+    assert problem.startswith("agent.prompts is 'nowhere.yaml': neither a built-in prompt set")
 
 
 def test_float32_on_a_gpu_is_noted(settings):

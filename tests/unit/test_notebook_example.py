@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 from agent_builders import Library, ScriptedEngine, Step, assert_token_exact, build_question, build_tokenizer
+from notebook_agent.agent import Notebook
 from notebook_agent.calculator import Calculator
 from notebook_agent.reward import right_and_brief
 
 from mempipe.agents.tools import InvalidCall
+from mempipe.agents.turn import Memory
 from mempipe.data.qa import read_questions
 from mempipe.loader import load_config
-from mempipe.rollout import make_agent
+from mempipe.rollout import Control, make_agent
 from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Trajectory
 
@@ -27,10 +29,12 @@ def calculation(expression: str) -> str:
     return f"<tool_call>{json.dumps(call)}</tool_call>"
 
 
-async def play(script: list[Step], *overrides: str) -> tuple[Trajectory, ScriptedEngine, Any]:
+async def play(
+    script: list[Step], *overrides: str, control: Control | None = None
+) -> tuple[Trajectory, ScriptedEngine, Any]:
     config = load_config(EXAMPLE / "config.yaml", ["budget.context_tokens=4096", *overrides])
     engine = ScriptedEngine(TOKENIZER, script)
-    agent = make_agent(config, tokenizer=TOKENIZER, generate=engine, search=Library())
+    agent = make_agent(config, tokenizer=TOKENIZER, generate=engine, search=Library(), control=control)
     question = build_question("How many pens are 3 boxes of 4?", golden_answers=["12"])
     return await agent.rollout(question, trajectory_id="t", group_id="g", member=0), engine, agent.renderer
 
@@ -54,6 +58,19 @@ async def test_the_oldest_results_make_room():
     last = played.contexts[-1]
     assert last.num_memory_tokens == last.num_new_memory_tokens == renderer.budget.notebook_tokens
     assert last.memory_truncated and last.memory_after.endswith("3 + 1000000 = 1000003")
+
+
+async def test_without_memory_the_next_turn_has_an_empty_notebook():
+    played, _, renderer = await play([calculation("3 * 4"), "\\boxed{12}"], control="no_memory")
+    second = played.contexts[1]
+    assert played.contexts[0].memory_after == second.memory_before == ""
+    assert "3 * 4 = 12" not in renderer.tokenizer.decode(second.token_ids[: second.num_prompt_tokens])
+
+
+async def test_an_agent_that_keeps_its_memory_is_not_measured_as_one_without(monkeypatch):
+    monkeypatch.setattr(Notebook, "_noted", lambda self, notebook, uses: Memory(token_ids=[7], text="kept"))
+    with pytest.raises(TypeError, match=r"control no_memory: .* make every memory with self\._memory"):
+        await play([calculation("3 * 4"), "\\boxed{12}"], control="no_memory")
 
 
 @pytest.mark.parametrize(
