@@ -28,6 +28,7 @@ from mempipe.checks.service import check_address
 from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import parse_section
 from mempipe.retrieval.manifest import read_manifest
+from mempipe.serve.agent_app import SLACK_S
 from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
 from mempipe.serve.http import bodies, front, strangers
 from mempipe.serve.http.keys import load_keys
@@ -199,6 +200,7 @@ def served_agent(
     os.environ |= {
         front.VARIABLE: front.PATH,
         front.CHECK_VARIABLE: str(front.CHECK_EVERY_S),
+        front.TIMEOUT_VARIABLE: str(config.max_wait_s + config.timeout_s + 2 * SLACK_S),
         bodies.VARIABLE: str(config.max_body_bytes),
         strangers.VARIABLE: keys,
     }

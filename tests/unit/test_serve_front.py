@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 from front_builders import ASKED, echo, head, served, status_of, until
+from starlette.responses import PlainTextResponse
 
-from mempipe.serve.http import bodies, connections, refusals, strangers
+from mempipe.serve.http import bodies, connections, front, refusals, strangers
 from mempipe.serve.http.gate import Gate
 
 
@@ -142,6 +144,43 @@ def test_an_address_has_so_many_connections(address, monkeypatch):
     until(lambda: connections.GuardedProtocol.per_address.total() == 0)
     assert post(address).status_code == 200
     assert connections.GuardedProtocol.per_address.total() <= 1
+
+
+async def hanging(scope: Any, receive: Any, send: Any) -> None:
+    """Answers as Serve does where a replica cannot be reached: when it is cancelled, with 499."""
+    if scope["path"].endswith("/begun"):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+    with suppress(asyncio.CancelledError):
+        await asyncio.Event().wait()
+    await PlainTextResponse("cancelled", 499)(scope, receive, send)
+
+
+def test_a_request_whose_replica_cannot_be_reached_is_given_up(monkeypatch):
+    monkeypatch.setenv(front.TIMEOUT_VARIABLE, "0.2")
+    monkeypatch.setattr(strangers, "TIMEOUT_S", 0.2)
+    with served(hanging) as address:
+        for path in ("/v1/answer", "/", "/healthz"):
+            answer = post(address, path=path)
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.json()["error"]["message"] == "no answer within 0.2 s"
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
+            post(address, path="/v1/begun")
+
+
+def test_a_client_does_not_change_the_limits_of_serve():
+    headers: list[Any] = []
+
+    async def note(scope: Any, receive: Any, send: Any) -> None:
+        headers.extend(scope["headers"])
+        await PlainTextResponse()(scope, receive, send)
+
+    with served(note) as address:
+        sent = {"x-request-timeout-seconds": "0", "x-request-disconnect-disabled": "?1", "x-request-id": "a"}
+        httpx.get(f"http://{address[0]}:{address[1]}/v1/models", headers=sent)
+    assert (b"x-request-id", b"a") in headers and not {name.decode() for name, _ in headers} & {*sent} - {
+        "x-request-id"
+    }
 
 
 def test_what_is_refused_is_counted_by_its_cause(address, monkeypatch):

@@ -1,11 +1,13 @@
 """Middleware of Serve's HTTP proxy, in front of all replicas: limits of connections, strangers and bodies, and 503 for
-a request whose replica died.
+a request whose replica died or cannot be reached.
 
-Serve itself would close the connection of such a request. Ray installs it when it is started with
+Serve itself would close the connection of the one, and let the other wait. Ray installs it when it is started with
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mempipe.serve.http.front:middlewares, which `mempipe serve` sets itself.
 """
 
 from __future__ import annotations
+
+import os
 
 from starlette.datastructures import MutableHeaders
 from starlette.middleware import Middleware
@@ -13,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mempipe.serve.http import connections, refusals
 from mempipe.serve.http.bodies import Bodies
+from mempipe.serve.http.deadline import in_time
 from mempipe.serve.http.errors import refuse
 from mempipe.serve.http.gate import RETRY_AFTER_S
 from mempipe.serve.http.strangers import Strangers, keys_of_proxy
@@ -22,11 +25,18 @@ PATH = "mempipe.serve.http.front:middlewares"
 CHECK_VARIABLE = "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S"
 """Ray Serve replaces a proxy that died after three checks, between which it waits 10 s by default."""
 CHECK_EVERY_S = 2.0
+TIMEOUT_VARIABLE = "MEMPIPE_TIMEOUT_S"
+"""Holds the seconds that a request may take in a replica: for a place and an answer (`max_wait_s` and `timeout_s`), and
+the slack in which the replica says that they are over. Without it DEFAULT_TIMEOUT_S."""
+DEFAULT_TIMEOUT_S = 390.0
+_OF_SERVE = (b"x-request-timeout-seconds", b"x-request-disconnect-disabled")
+"""Headers by which Serve would let a client change its limits."""
 
 
 class Front:
     """ASGI middleware in Serve's proxy: turns a lost replica into 503 with Retry-After, and adds Retry-After to Serve's
-    own 503s.
+    own 503s. A request is given up with 503 when its replica is late: a node that is cut off is not lost before Ray has
+    noticed, and without any replica Serve waits for one.
 
     Serve gives a request whose replica died early to another one, but its body has gone to the first: the second waits
     in vain for it and answers 408. If the whole body had arrived, the client is not at fault either.
@@ -34,12 +44,16 @@ class Front:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        self._timeout_s = float(os.environ.get(TIMEOUT_VARIABLE, DEFAULT_TIMEOUT_S))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope = {**scope, "headers": [pair for pair in scope["headers"] if _can_be_read(pair)]}
+        await in_time(self._answer, scope, receive, send, timeout_s=self._timeout_s, cause="late_replica")
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        scope = {**scope, "headers": [pair for pair in scope["headers"] if _may_be_read(pair)]}
         has_body = has_started = is_lost = False
 
         async def noting() -> Message:
@@ -64,10 +78,10 @@ class Front:
             await refuse(503, "the replica that worked on this request is gone; ask again")(scope, receive, send)
 
 
-def _can_be_read(header: tuple[bytes, bytes]) -> bool:
-    """Returns whether Serve can read a header; it answers 500 to an id that is not UTF-8."""
+def _may_be_read(header: tuple[bytes, bytes]) -> bool:
+    """Returns whether Serve may read a header; it answers 500 to an id that is not UTF-8."""
     name, value = header
-    return name != b"x-request-id" or value.isascii()
+    return name not in _OF_SERVE and (name != b"x-request-id" or value.isascii())
 
 
 def middlewares() -> list[Middleware]:

@@ -24,6 +24,7 @@ Cause = Literal[
     "bodies_of_address",  # 429
     "bodies",  # 503
     "lost_replica",  # 503
+    "late_replica",  # 503
 ]
 _metric: Any = None
 

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 from collections import Counter
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
 from mempipe.serve.http import refusals
+from mempipe.serve.http.deadline import in_time
 from mempipe.serve.http.errors import Refusal, refuse
 from mempipe.serve.http.keys import API, KeyRing, WatchedKeys, owner_of
 from mempipe.serve.http.probes import SharedReplies
@@ -59,7 +59,7 @@ class Strangers:
         elif scope["type"] != "http" or scope["path"] in OF_SERVE:
             await self._app(scope, receive, send)
         elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):
-            await self._in_time(self._probes, scope, receive, send)
+            await _in_time(self._probes, scope, receive, send)
         elif not scope["path"].startswith(API):
             await self._without_key(scope, receive, send)
         else:
@@ -90,27 +90,15 @@ class Strangers:
 
         self._pages[address] += 1
         try:
-            await self._in_time(in_turn, scope, receive, send)
+            await _in_time(in_turn, scope, receive, send)
         finally:
             self._pages[address] -= 1
             if not self._pages[address]:
                 del self._pages[address]
 
-    async def _in_time(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-        has_started = False
 
-        async def noting(message: Message) -> None:
-            nonlocal has_started
-            has_started = True
-            await send(message)
-
-        try:
-            async with asyncio.timeout(TIMEOUT_S):
-                await app(scope, receive, noting)
-        except TimeoutError:
-            refusals.count("slow_answer")
-            if not has_started:  # else uvicorn closes the connection
-                await refuse(503, f"no answer within {TIMEOUT_S:g} s")(scope, receive, send)
+async def _in_time(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    await in_time(app, scope, receive, send, timeout_s=TIMEOUT_S, cause="slow_answer")
 
 
 def keys_of_proxy() -> KeyRing | None:
