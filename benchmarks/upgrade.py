@@ -2,12 +2,14 @@
 
     python -m benchmarks.upgrade runs/quickstart [--requests 1000] [--clients 8] [--cluster]
 
-Starts the service of a finished run on this machine. Clients ask held-out questions one after the other. Meanwhile the
-agent gets another name, then the engine other weights, then the index other passages. Each is deployed as SIGHUP of
-`mempipe serve` does it; with `--cluster` as `serve deploy` does it on a cluster of one node (docs/serving.md), with
-jobs/configs/agent_service.yaml. Every reply names its agent, weights and index. The exit code is 1 if a request was not
-answered, if a reply names versions that were never deployed together, if its passages are not of its index, or if two
-replies of the same versions to the same question differ in a message or a memory.
+Starts the service of a finished run on this machine. Clients ask held-out questions one after the other, in turn by
+the ways of benchmarks/asking.py: plain, as a stream, three times in a session, by chained responses, twice with an
+Idempotency-Key, and as an MCP tool. Meanwhile the agent gets another name, then the engine other weights, then the
+index other passages. Each is deployed as SIGHUP of `mempipe serve` does it; with `--cluster` as `serve deploy` does it
+on a cluster of one node (docs/serving.md), with jobs/configs/agent_service.yaml. Every reply names its agent, weights
+and index. The exit code is 1 if a request was not answered, if a reply names versions that were never deployed
+together, if its passages are not of its index, or if two replies of the same versions to the same question and memory
+differ in a message or a memory.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -29,11 +31,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import httpx
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from benchmarks.asking import WAYS, Asking, NotAnswered, Reply
 from benchmarks.soak import held_out
 from mempipe.loader import parse_section
 from mempipe.retrieval.build import build_index
@@ -71,22 +73,43 @@ class Seen:
     """Holds what the clients got."""
 
     statuses: Counter[str] = field(default_factory=Counter)
+    ways: Counter[str] = field(default_factory=Counter)
+    """How often the clients asked in each way, and were answered."""
     replies: Counter[Versions] = field(default_factory=Counter)
     mixed: list[str] = field(default_factory=list)
-    _messages: dict[tuple[Versions, str, str], list[Any]] = field(default_factory=dict)
+    _messages: dict[tuple[Versions, str, str, str], list[Any]] = field(default_factory=dict)
     _indexes: dict[bool, str | None] = field(default_factory=dict)
+    _memories: dict[tuple[str, str, str], set[str]] = field(default_factory=lambda: defaultdict(set))
+    """Memories after a question that began without one, by weights, question and partition."""
+    _told: list[tuple[tuple[str, str, str], str]] = field(default_factory=list)
 
-    def note(self, reply: dict[str, Any], *, partition: str) -> None:
-        """Compares a reply with the other ones of the same versions. Several partitions may have the same question."""
-        versions = Versions(reply["model"], reply["model_version"], reply["index"])
+    def note(self, reply: dict[str, Any], *, partition: str, start: str = "") -> None:
+        """Compares a reply with the other ones of the same versions. Several partitions may have the same question;
+        `start` is the memory that the agent started from.
+        """
+        versions, question = Versions(reply["model"], reply["model_version"], reply["index"]), reply["question"]
         self.replies[versions] += 1
         messages = [[turn["action"], turn["memory_after"]] for turn in reply["turns"]]
-        if self._messages.setdefault((versions, reply["question"], partition), messages) != messages:
-            self.mixed.append(f"two replies of {versions} to {reply['question']!r} differ")
+        if self._messages.setdefault((versions, question, partition, start), messages) != messages:
+            self.mixed.append(f"two replies of {versions} to {question!r} differ")
         searches = [search for turn in reply["turns"] for search in turn["searches"]]
         are_new = {passage["id"].startswith(NEW) for search in searches for passage in search["passages"]}
         if len(are_new) > 1 or any(self._indexes.setdefault(new, versions.index) != versions.index for new in are_new):
             self.mixed.append(f"a reply of {versions} has passages of another index")
+        if not start:
+            self._memories[versions.weights, question, partition].add(reply["memory"])
+
+    def note_tool(self, result: dict[str, Any], *, question: str, partition: str) -> None:
+        """Notes what the tool `ask` returned: the memory, and the weights without agent and index."""
+        self._told.append(((result["model_version"], question, partition), result["memory"]))
+
+    def contradicted(self) -> list[str]:
+        """Returns a sentence for each result of the tool that no reply of the same weights to the question equals."""
+        return [
+            f"the tool and replies of {weights} to {question!r} differ"
+            for (weights, question, partition), memory in self._told
+            if memory not in self._memories.get((weights, question, partition), {memory})
+        ]
 
 
 def other_weights(folder: str, *, to: Path) -> str:
@@ -130,18 +153,20 @@ def upgraded(
 
     def client() -> None:
         while (number := next(numbers)) < num_requests or not over.is_set():
-            text, partition = questions[number % len(questions)]
-            body = {"question": text, "partition": partition}
+            text, partition = questions[number // len(WAYS) % len(questions)]
+            asking, way, replies, status = Asking(url, text, partition), WAYS[number % len(WAYS)], list[Reply](), "200"
             try:
-                answer = httpx.post(f"{url}/v1/answer", json=body, timeout=120)
-            except httpx.TransportError as error:
-                with lock:
-                    seen.statuses[type(error).__name__] += 1
-                continue
+                replies += way(asking)
+            except NotAnswered as error:
+                status = f"{way.__name__}: {error}"
             with lock:
-                seen.statuses[str(answer.status_code)] += 1
-                if answer.status_code == 200:
-                    seen.note(answer.json(), partition=partition)
+                seen.statuses[status] += 1
+                seen.ways[way.__name__] += status == "200"
+                seen.mixed += asking.broken
+                for reply in replies:
+                    seen.note(reply.body, partition=partition, start=reply.start)
+                for result in asking.told:
+                    seen.note_tool(result, question=text, partition=partition)
 
     with ThreadPoolExecutor(num_clients) as pool:
         working = [pool.submit(client) for _ in range(num_clients)]
@@ -160,7 +185,7 @@ def upgraded(
 def faults(seen: Seen, *, num_upgrades: int) -> list[str]:
     """Returns a sentence for each thing that must not happen."""
     found = [f"{number} requests ended with {status}" for status, number in seen.statuses.items() if status != "200"]
-    found += sorted(set(seen.mixed))
+    found += sorted({*seen.mixed, *seen.contradicted()})
     together = {versions for versions in seen.replies if versions.index is not None}
     if len(together) > num_upgrades + 1:
         found.append(f"{len(together)} combinations of versions answered; {num_upgrades + 1} were deployed")
@@ -288,6 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("| agent | weights | index | answers |\n|---|---|---|---|")
     for versions, number in seen.replies.items():
         print(f"| {versions.agent} | {versions.weights} | {(versions.index or 'none')[:12]} | {number:,} |")
+    print("asked and answered:", ", ".join(f"{way} {number:,}" for way, number in seen.ways.items()))
     found = faults(seen, num_upgrades=len(upgrades))
     print("\n".join(f"fault: {each}" for each in found))
     return int(bool(found))
