@@ -121,6 +121,8 @@ class OwnEngine:
         self.died.cancel()
         self._vllm.output_processor.propagate_error(EngineDeadError())
         await asyncio.to_thread(self._vllm.shutdown)
+        # Its destructor would do so again, perhaps at the end of the process, when its module is empty already.
+        self._vllm.shutdown = lambda timeout=None: None  # pyrefly: ignore
         shutil.rmtree(self._folder, ignore_errors=True)
 
 

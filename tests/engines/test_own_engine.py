@@ -93,7 +93,7 @@ def go_on(started: Started) -> None:
         process.resume()
 
 
-async def test_it_serves_new_weights_in_flight_and_leaves_nothing_when_it_is_shut_down(started, temporary):
+async def test_it_serves_new_weights_in_flight_and_leaves_nothing_when_it_is_shut_down(started, temporary, monkeypatch):
     generator, (before, after) = started.generator, (build_model(seed=0), build_model(seed=1))
     await sample_much(started)
     update = asyncio.create_task(generator.load_weights(pack_weights(after.state_dict()), 1))
@@ -118,7 +118,10 @@ async def test_it_serves_new_weights_in_flight_and_leaves_nothing_when_it_is_shu
         await started.pending[0]
     assert await generator._engine.num_under_way() == 29
     go_on(started)
+    vllm = generator._engine._vllm
     await generator.shutdown()
+    monkeypatch.setattr("vllm.v1.engine.async_llm.shutdown_prometheus", None)  # as when the interpreter ends
+    vllm.__del__()
     results = await asyncio.wait_for(asyncio.gather(*started.pending[1:], return_exceptions=True), GONE_WITHIN_S)
     assert [type(result) for result in results] == [EngineDead] * 29
     assert psutil.wait_procs(started.processes, timeout=GONE_WITHIN_S)[1] == []
