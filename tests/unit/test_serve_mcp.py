@@ -233,7 +233,7 @@ def refused(message: str, **data: Any) -> Iterator[None]:
 
 async def test_a_refusal_before_the_protocol_is_a_sentence_too(tokenizer, tmp_path):
     key, record = new_key("ann")
-    service = build_service(tokenizer, tmp_path, keys=[record], requests_per_minute=80, max_in_flight=1)
+    service = build_service(tokenizer, tmp_path, keys=[record], max_in_flight=1)
     with running(service):
         for mode in ("auto", "legacy"):
             with refused("the API key is missing or wrong", status=401, code="invalid_api_key"):
@@ -249,8 +249,15 @@ async def test_a_refusal_before_the_protocol_is_a_sentence_too(tokenizer, tmp_pa
                 await client.call_tool("search", {"query": "x"})
             service.engine.go_on.set()
             assert (await asking).structured_content["answer"] == GOLD
+
+
+async def test_a_refusal_of_too_many_requests_is_a_sentence_too(tokenizer, tmp_path):
+    key, record = new_key("ann")
+    service = build_service(tokenizer, tmp_path, keys=[record], requests_per_minute=80)
+    with running(service):
+        async with client_with(service, authorization=f"Bearer {key}") as client:
             with refused("this key may make 80 requests a minute", status=429, retry_after_s=1):
-                for _ in range(8):
+                for _ in range(12):
                     await client.call_tool("search", {"query": "x"})
 
 
