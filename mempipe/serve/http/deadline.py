@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -26,9 +25,12 @@ async def in_time(
             await send(message)
 
     limit = asyncio.timeout(timeout_s)
-    with suppress(TimeoutError):
+    try:
         async with limit:
             await app(scope, receive, noting)
+    except TimeoutError:
+        if not limit.expired():  # the application's own
+            raise
     if limit.expired():
         refusals.count(cause)
         if not has_started:
