@@ -17,6 +17,7 @@ from front_builders import ASKED, echo, head, served, status_of, until
 from starlette.responses import PlainTextResponse
 
 from mempipe.serve.http import bodies, connections, front, refusals, strangers
+from mempipe.serve.http.deadline import in_time
 from mempipe.serve.http.gate import Gate
 
 
@@ -123,6 +124,26 @@ def test_a_second_header_has_its_deadline_too(address):
         assert status_of(connection) is None
 
 
+def test_a_connection_lasts_when_a_body_comes_after_its_refusal(address, monkeypatch):
+    monkeypatch.setattr(connections, "MAX_UNREAD_BYTES", 2**21)
+    with socket.create_connection(address) as connection:
+        connection.sendall(head(length=2**20 + 1))
+        assert status_of(connection) == 413
+        connection.sendall(b"x" * 2**20)
+        connection.sendall(b"x")
+        time.sleep(1)  # twice the time of a header
+        connection.sendall(head(length=2) + b"ab")
+        assert status_of(connection) == 200
+
+
+def test_a_body_that_comes_after_its_refusal_has_a_deadline(address):
+    with socket.create_connection(address) as connection:
+        connection.sendall(head(length=2**20 + 1))
+        assert status_of(connection) == 413
+        connection.sendall(b"x")
+        assert status_of(connection) is None
+
+
 def test_a_header_without_end_closes_the_connection(address, monkeypatch):
     monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 60.0)
     with socket.create_connection(address) as connection:
@@ -166,6 +187,14 @@ def test_a_request_whose_replica_cannot_be_reached_is_given_up(monkeypatch):
             assert answer.json()["error"]["message"] == "no answer within 0.2 s"
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
             post(address, path="/v1/begun")
+
+
+async def test_a_timeout_of_the_application_is_not_the_end_of_the_time():
+    async def timing_out(scope: Any, receive: Any, send: Any) -> None:
+        raise TimeoutError("of the application")
+
+    with pytest.raises(TimeoutError, match="of the application"):
+        await in_time(timing_out, {}, None, None, timeout_s=60.0, cause="late_replica")  # type: ignore[arg-type]
 
 
 def test_a_client_does_not_change_the_limits_of_serve():

@@ -17,7 +17,7 @@ from mempipe.serve.http import refusals
 
 HEADER_TIMEOUT_S = 10.0
 """Seconds in which the header of a request has to arrive: of the first one from the beginning of the connection, of the
-others from their first byte. In between uvicorn closes a connection after a few seconds.
+others from their first byte. In between Serve closes a connection after 90 s.
 """
 STALL_TIMEOUT_S = 60.0
 """Seconds in which a client has to read some of an answer that waits for it."""
@@ -54,6 +54,8 @@ class GuardedProtocol(_Protocol):
         """Bytes of the request in progress beyond twice its body: header, sizes of chunks, trailers."""
         self._unread_bytes = 0
         self._address = ""
+        self._has_begun = False
+        """Whether a message of the client has begun and not ended."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -82,7 +84,7 @@ class GuardedProtocol(_Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        was_waiting = self._has_no_request()
+        had_begun = self._has_begun
         self._extra_bytes += len(data)
         super().data_received(data)
         if self._extra_bytes > MAX_HEADER_BYTES:
@@ -92,7 +94,10 @@ class GuardedProtocol(_Protocol):
         elif not self._has_no_request():
             self._stop_waiting()
             self.idle.pop(self, None)
-        elif was_waiting and self._deadline is None:
+        elif had_begun and not self._has_begun:  # the rest of a request that was refused before
+            self._stop_waiting()
+            self._wait_for_next()
+        elif self._deadline is None:
             self._expect_header()
 
     def pause_writing(self) -> None:
@@ -109,12 +114,17 @@ class GuardedProtocol(_Protocol):
             raise ValueError(f"{MAX_PIPELINED} requests wait for their answers")  # uvicorn answers 400 and closes
         super().on_message_begin()
         self._extra_bytes = self._unread_bytes = 0
+        self._has_begun = True
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
         self._extra_bytes -= 2 * len(body)
         if self._has_no_request():
             self._unread_bytes += len(body)
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._has_begun = False
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
@@ -127,6 +137,10 @@ class GuardedProtocol(_Protocol):
     def _has_no_request(self) -> bool:
         """Returns whether no request is being answered."""
         return self.cycle is None or self.cycle.response_complete
+
+    def _wait_for_next(self) -> None:
+        """Starts the time that a connection without a request may last, as uvicorn does after an answer."""
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
 
     def _expect_header(self) -> None:
         self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self._refuse, "slow_header")
