@@ -93,6 +93,10 @@ class ServedEngine:
     async def gives_logprobs(self) -> bool:
         return True
 
+    async def close(self) -> None:
+        """Gives its places at the replicas back, before the event loop of the calls ends."""
+        await self._calls.close()
+
 
 class ServedRetriever:
     """A retriever deployment as the agents' `search`."""
