@@ -37,6 +37,7 @@ from mempipe.serve.mcp.stdio import KEY_VARIABLE
 from mempipe.serve.replicas.agent_replica import AgentReplica
 from mempipe.serve.replicas.generator_replica import GeneratorReplica
 from mempipe.serve.replicas.retriever_replica import RetrieverReplica
+from mempipe.serve.routing import ROUTER, sheds
 from mempipe.serve.served_run import (
     ServedRun,
     check_agent_service,
@@ -87,9 +88,7 @@ def _agents(served: ServedRun, engines: str) -> Application:
             .bind(retrieval)
         )
     agent = _deployment(serve.ingress()(AgentReplica), NAME, config.agent_replicas).options(
-        # Serve queues further requests, without limit and without telling the caller; the service itself turns
-        # requests away before.
-        max_ongoing_requests=4 * config.max_in_flight,
+        **sheds(config.max_in_flight),
         graceful_shutdown_timeout_s=config.timeout_s + 60,  # answers in flight are finished first
         max_surge_percent=100,  # a new replica is there before the old one goes
         user_config={"generator": engines},
@@ -117,6 +116,7 @@ def _deployment(replica: Any, name: str, replicas: Replicas) -> Any:
         "name": name,
         "health_check_period_s": HEALTH_CHECK_PERIOD_S,
         "logging_config": NO_ACCESS_LOG,
+        "request_router_config": ROUTER,
     }
     if replicas.min == replicas.max:
         return deployment.options(**options, num_replicas=replicas.min)

@@ -25,8 +25,11 @@ from mempipe.retrieval.manifest import check_index
 from mempipe.retrieval.retriever import Retriever
 from mempipe.serve.local import NO_ACCESS_LOG, local_serve
 from mempipe.serve.retrieval_app import RetrievalService, make_app
+from mempipe.serve.routing import ROUTER
 
 NAME = "retrieval"
+MAX_ONGOING = 2048
+"""Requests that Serve sends to one replica at the least, those included that it turns away."""
 HEALTH_CHECK_PERIOD_S = 5.0
 
 
@@ -56,9 +59,9 @@ def app(args: dict[str, Any]) -> Application:
     return deployment.options(
         name=NAME,
         num_replicas=config.num_replicas,
-        # Serve queues further requests, without limit and without telling the caller; the service itself turns
-        # requests away before.
-        max_ongoing_requests=4 * config.max_in_flight,
+        # The service itself turns requests away, and says why. Serve would let them wait and tell nobody.
+        max_ongoing_requests=max(MAX_ONGOING, 4 * config.max_in_flight),
+        request_router_config=ROUTER,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         logging_config=NO_ACCESS_LOG,
         ray_actor_options={"num_cpus": 0, "num_gpus": config.num_gpus, "runtime_env": {"env_vars": EVERY_PROCESS}},

@@ -10,6 +10,7 @@ import http.client
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -222,7 +223,9 @@ async def evaluated(config: RunConfig, engines: str, questions: Sequence[Questio
     player = make_agent(config, tokenizer=tokenizer, generate=generate, search=index.search)
     ids = {"group_id": "g", "member": 0}
     played = [player.rollout(question, trajectory_id=question.id, **ids) for question in questions]
-    return {q.text: trajectory for q, trajectory in zip(questions, await asyncio.gather(*played), strict=True)}
+    trajectories = await asyncio.gather(*played)
+    await engine.close()
+    return {q.text: trajectory for q, trajectory in zip(questions, trajectories, strict=True)}
 
 
 def is_right(service: Running, question: Question, reply: dict[str, Any]) -> bool:
@@ -458,6 +461,31 @@ def test_strangers_keep_no_client_from_its_answer(running):
     assert ended["slow-body"]["403"] >= 1
     assert "200" not in ended["trailers"] and "200" not in ended["huge-header"]
     assert before > 0 and proxy_mebibytes() < before + 64
+
+
+async def test_a_burst_is_answered_or_refused_at_once(running):
+    """More requests than Serve lets wait: it passed a queue on at four a second for each replica."""
+    address = running.url.removeprefix("http://").split(":")
+    body = json.dumps({"question": running.questions[0].text})
+    headers = "host: 127.0.0.1", "connection: close", "content-type: application/json", f"content-length: {len(body)}"
+    request = "\r\n".join(["POST /v1/answer HTTP/1.1", *headers, "", body]).encode()
+
+    async def post() -> tuple[int, bytes]:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(request)
+        answer = await reader.read()
+        writer.close()
+        return int(answer.split()[1]), answer.partition(b"\r\n\r\n")[2]
+
+    async with asyncio.timeout(30):
+        answers = await asyncio.gather(*(post() for _ in range(400)))
+    refused = [json.loads(body) for status, body in answers if status == 503]
+    assert {status for status, _ in answers} == {200, 503}
+    messages = Counter(re.sub("[0-9]+", "N", each["error"]["message"]) for each in refused)
+    assert set(messages) == {
+        "N requests are in flight, so that this one has no place now",
+        "no replica has a place for this request now",
+    }
 
 
 def proxies() -> list[psutil.Process]:

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from front_builders import ASKED, echo, head, served, status_of, until
-from starlette.responses import PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse
 
 from mempipe.serve.http import bodies, connections, front, refusals, strangers
 from mempipe.serve.http.deadline import in_time
@@ -187,6 +187,27 @@ def test_a_request_whose_replica_cannot_be_reached_is_given_up(monkeypatch):
             assert answer.json()["error"]["message"] == "no answer within 0.2 s"
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
             post(address, path="/v1/begun")
+
+
+async def full(scope: Any, receive: Any, send: Any) -> None:
+    """Answers as Serve does where more than `max_queued_requests` wait; /v1/models answers as a replica does."""
+    if scope["path"] == "/v1/models":
+        await JSONResponse({"own": 1}, 503, {"retry-after": "7"})(scope, receive, send)
+    else:
+        await PlainTextResponse("dropped due to backpressure", 503)(scope, receive, send)
+
+
+def test_what_serve_has_no_place_for_is_said_in_the_form_of_the_api():
+    with served(full) as address:
+        answer = post(address)
+        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+        assert answer.json()["error"]["message"] == "no replica has a place for this request now"
+        called = post(address, path="/mcp").json()
+        assert called["error"]["data"] == {"status": 503, "retry_after_s": 1}
+        own = post(address, path="/v1/models")
+        assert (own.json(), own.headers["retry-after"]) == ({"own": 1}, "7")
+        for path in ("/", "/-/healthz"):  # another application's, and the proxy's own
+            assert httpx.get(f"http://{address[0]}:{address[1]}{path}").text == "dropped due to backpressure"
 
 
 async def test_a_timeout_of_the_application_is_not_the_end_of_the_time():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 
-from starlette.datastructures import MutableHeaders
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,6 +18,7 @@ from mempipe.serve.http.bodies import Bodies
 from mempipe.serve.http.deadline import in_time
 from mempipe.serve.http.errors import refuse
 from mempipe.serve.http.gate import RETRY_AFTER_S
+from mempipe.serve.http.keys import API
 from mempipe.serve.http.strangers import Strangers, keys_of_proxy
 
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -35,8 +36,8 @@ _OF_SERVE = (b"x-request-timeout-seconds", b"x-request-disconnect-disabled")
 
 class Front:
     """ASGI middleware in Serve's proxy: turns a lost replica into 503 with Retry-After, and adds Retry-After to Serve's
-    own 503s. A request is given up with 503 when its replica is late: a node that is cut off is not lost before Ray has
-    noticed, and without any replica Serve waits for one.
+    own 503s, which clients of the API get in its form. A request is given up with 503 when its replica is late: a node
+    that is cut off is not lost before Ray has noticed, and without any replica Serve waits for one.
 
     Serve gives a request whose replica died early to another one, but its body has gone to the first: the second waits
     in vain for it and answers 408. If the whole body had arrived, the client is not at fault either.
@@ -54,7 +55,7 @@ class Front:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope = {**scope, "headers": [pair for pair in scope["headers"] if _may_be_read(pair)]}
-        has_body = has_started = is_lost = False
+        has_body = has_started = is_full = is_lost = False
 
         async def noting() -> Message:
             nonlocal has_body
@@ -63,19 +64,27 @@ class Front:
             return message
 
         async def completing(message: Message) -> None:
-            nonlocal has_started, is_lost
+            nonlocal has_started, is_full, is_lost
             if message["type"] == "http.response.start":
                 is_lost = message["status"] == 408 and has_body
                 if message["status"] == 503:
                     MutableHeaders(scope=message).setdefault("retry-after", str(RETRY_AFTER_S))
-            if not is_lost:
+                    is_full = scope["path"].startswith(API) and _is_text(message)  # replicas say it in JSON
+            if not (is_lost or is_full):
                 has_started = True
                 await send(message)
 
         await self._app(scope, noting, completing)
-        if not has_started:
+        if is_full:
+            refusals.count("full_replicas")
+            await refuse(503, "no replica has a place for this request now")(scope, receive, send)
+        elif not has_started:
             refusals.count("lost_replica")
             await refuse(503, "the replica that worked on this request is gone; ask again")(scope, receive, send)
+
+
+def _is_text(start: Message) -> bool:
+    return Headers(scope=start).get("content-type", "").startswith("text/plain")
 
 
 def _may_be_read(header: tuple[bytes, bytes]) -> bool:

@@ -25,6 +25,7 @@ Cause = Literal[
     "bodies",  # 503
     "lost_replica",  # 503
     "late_replica",  # 503
+    "full_replicas",  # 503
 ]
 _metric: Any = None
 
