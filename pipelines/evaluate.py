@@ -13,12 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -93,26 +95,74 @@ class PlannedRun:
     jobs: list[Job]
 
 
+class Series:
+    """Evaluations of one process, one after another. They share one connection to Ray, and the engines and retrievers
+    of `StandingActors`, until one of them fails or the block ends."""
+
+    def __init__(self, *, stays: bool = True) -> None:
+        """Without `stays` everything ends with each evaluation."""
+        self._stays = stays
+        self._stack = ExitStack()
+        self._standing: StandingActors | None = None
+
+    def __enter__(self) -> Series:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._standing = None
+        self._stack.__exit__(*error)
+
+    def ask(self, suite: EvaluationSuite) -> list[PlannedRun]:
+        """Asks all questions that have no row yet, and returns the runs. Raises as `main` does."""
+        say("reading question files, weights and prompts")
+        planned = plan(suite)
+        try:
+            lock(suite.folder)  # two evaluations in it would both ask the missing questions
+        except OSError as error:
+            raise ConfigError(f"cannot write to the evaluation's folder {suite.folder}: {error.strerror}") from error
+        if unfinished := [each for each in planned if not all(job.results.finished for job in each.jobs)]:
+            with StopRequest(max(each.config.grace_s for each in unfinished)).listening():
+                try:
+                    self._ask(suite, unfinished)
+                except BaseException:
+                    self.__exit__(*sys.exc_info())  # raises the sentence about a lost cluster or role in its place
+                    raise
+                if not self._stays:
+                    self.__exit__(None, None, None)
+        return planned
+
+    def _ask(self, suite: EvaluationSuite, unfinished: Sequence[PlannedRun]) -> None:
+        if self._standing is None:
+            say("connecting to Ray")
+            logs = suite.folder / "ray_logs"
+            namespace = self._stack.enter_context(connected(suite.ray_address, name=suite.name, logs=logs))
+            self._standing = self._stack.enter_context(StandingActors(namespace))
+        standing = self._standing
+        standing.expect([each.config for each in unfinished if each.run.endpoint is None])
+        for number, each in enumerate(unfinished, start=1):
+            say(f"{each.run.name}: {number} of {len(unfinished)} runs")
+            Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, standing))
+
+
+_SHARED: list[Series] = []
+
+
+@contextmanager
+def in_series() -> Iterator[None]:
+    """Makes the evaluations of the block, of this process, a `Series`."""
+    with Series() as series:
+        _SHARED.append(series)
+        try:
+            yield
+        finally:
+            _SHARED.remove(series)
+
+
 def main(suite: EvaluationSuite) -> list[Path]:
     """Runs the evaluation to its end and returns the report's files. Raises ConfigError before anything starts; what
     else fails raises a RuntimeError or OSError, and the same call resumes from there."""
-    say("reading question files, weights and prompts")
-    planned = plan(suite)
-    try:
-        lock(suite.folder)  # two evaluations in it would both ask the missing questions
-    except OSError as error:
-        raise ConfigError(f"cannot write to the evaluation's folder {suite.folder}: {error.strerror}") from error
-    if unfinished := [each for each in planned if not all(job.results.finished for job in each.jobs)]:
-        say("connecting to Ray")
-        with (
-            StopRequest(max(each.config.grace_s for each in unfinished)).listening(),
-            connected(suite.ray_address, name=suite.name, logs=suite.folder / "ray_logs") as namespace,
-            StandingActors(namespace, [each.config for each in unfinished if each.run.endpoint is None]) as standing,
-        ):
-            for number, each in enumerate(unfinished, start=1):
-                say(f"{each.run.name}: {number} of {len(unfinished)} runs")
-                Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, standing))
-    return report(suite, planned)
+    series = _SHARED[-1] if _SHARED else Series(stays=False)
+    return report(suite, series.ask(suite))
 
 
 def plan(suite: EvaluationSuite) -> list[PlannedRun]:

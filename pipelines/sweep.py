@@ -1,7 +1,8 @@
 """Sweep memory budgets: every agent under every budget and seed, then how much memory is enough.
 
     plan        every trial's config, before anything starts
-    trials      `mempipe train` and `mempipe evaluate` of each, as trials of Ray Tune
+    trials      `mempipe train` and `mempipe evaluate` of each, as trials of Ray Tune; without training, a trial uses
+                the engines and retrievers of the one before it where they fit
     report      curves, the smallest budget that is enough, MLflow
 
 The same command with --resume runs the missing trials: a trial whose questions all have their rows is left alone, any
@@ -79,11 +80,15 @@ def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
     failed: dict[str, str] = {}
     with connected(sweep.ray_address, name=sweep.name, model=model):
         reached("sweep")
-        at_once = sweep.trials_at_once or trials_at_once(planned, cluster_gpus())
+        gpus = cluster_gpus()
+        places = trials_at_once(planned, gpus)
+        at_once = sweep.trials_at_once or places
+        # A training needs the GPUs that the engines of an evaluation would keep, and so do trials without a place.
+        in_series = not sweep.train and (not gpus or at_once <= places)
         num_over = 0
         for part in in_order(missing):
             failed |= run_trials(
-                [_commands(sweep, trial) for trial in part],
+                [_commands(sweep, trial, in_series=in_series) for trial in part],
                 folder=sweep.folder / "tune",
                 at_once=at_once,
                 max_failures=sweep.max_failures,
@@ -152,7 +157,7 @@ def report(sweep: SweepConfig, tracker: Tracker) -> list[Path]:
     return paths
 
 
-def _commands(sweep: SweepConfig, trial: Trial) -> TrialCommands:
+def _commands(sweep: SweepConfig, trial: Trial, *, in_series: bool) -> TrialCommands:
     log = sweep.folder / "logs" / f"{trial.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     options = {"train": ["--resume-if-exists"]}
@@ -160,4 +165,4 @@ def _commands(sweep: SweepConfig, trial: Trial) -> TrialCommands:
         [command, str(file.resolve()), *options.get(command, [])]
         for command, file in write_configs(sweep.folder, trial)
     ]
-    return TrialCommands(name=trial.name, commands=commands, log=str(log.resolve()))
+    return TrialCommands(name=trial.name, commands=commands, log=str(log.resolve()), in_series=in_series)

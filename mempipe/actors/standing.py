@@ -65,11 +65,9 @@ class StandingActors:
     """The engines and retrievers of one agent after the other. They end with the block, and after an error in
     `serving`, so that the next agent's actors are new."""
 
-    def __init__(self, namespace: str, planned: Sequence[RunConfig] = ()) -> None:
-        """`planned` are the configs of agents that will need engines: those that can share one get one for the longest
-        of their contexts."""
+    def __init__(self, namespace: str) -> None:
         self._namespace = namespace
-        self._planned = planned
+        self._expected: Sequence[RunConfig] = ()
         self._gpus: ClusterGpus | None = None
         self._started: Started | None = None
         self._makeup: Makeup | None = None
@@ -87,6 +85,11 @@ class StandingActors:
         started, self._started, self._makeup = self._started, None, None
         if started is not None:
             started.close()
+
+    def expect(self, configs: Sequence[RunConfig]) -> None:
+        """Names the configs of agents that will need engines: those that can share one get one for the longest of their
+        contexts."""
+        self._expected = configs
 
     @contextmanager
     def serving(self, config: RunConfig, *, generators: bool = True) -> Iterator[RolloutActors]:
@@ -142,7 +145,7 @@ class StandingActors:
         )
 
     def _contexts_beside(self, makeup: Makeup) -> list[int]:
-        return [each.budget.context_tokens for each in self._planned if Makeup.of(each).engines == makeup.engines]
+        return [each.budget.context_tokens for each in self._expected if Makeup.of(each).engines == makeup.engines]
 
 
 @contextmanager

@@ -1,8 +1,9 @@
 """Runs commands as trials of Ray Tune: side by side, again where one died, on whichever node has room.
 
-A trial is a separate process with its own Ray driver and namespace on the same cluster: a training or an evaluation
-reserves its GPUs itself (`mempipe.actors.reservation`) and names its actors. So a trial requests almost no resources of
-Tune: resources in a placement group of Tune's are not available to the actors of the process inside.
+A trial works in a separate process with its own Ray driver and namespace on the same cluster: a training or an
+evaluation reserves its GPUs itself (`mempipe.actors.reservation`) and names its actors. So a trial requests almost no
+resources of Tune: resources in a placement group of Tune's are not available to the actors of the process inside.
+Trials that are one evaluation each share such a process where they run one after another.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ from mempipe.progress import say
 
 _CPUS = 0.01  # Tune refuses a trial without any resource
 _TAIL_BYTES = 2000
+_END_WITHIN_S = 60.0  # engines have 20 s to shut down; not tuned
 _CANNOT_WORK = 2  # the exit code of a command whose input cannot work
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
@@ -39,6 +42,9 @@ class TrialCommands:
     name: str
     commands: list[list[str]]
     log: str
+    in_series: bool = False
+    """Its only command is an evaluation. It runs in the process of the trial before it, whose engines and retrievers
+    stay where they fit."""
 
 
 def run_trials(
@@ -65,15 +71,19 @@ def run_trials(
         logging.getLogger(name).setLevel(logging.ERROR)
     shutil.rmtree(folder, ignore_errors=True)
     tuner = tune.Tuner(
-        tune.with_resources(_run, {"cpu": _CPUS}),
+        tune.with_resources(_Trial, {"cpu": _CPUS}),
         param_space={"trial": tune.grid_search([asdict(trial) for trial in trials])},
         tune_config=tune.TuneConfig(
-            max_concurrent_trials=at_once, trial_name_creator=_name, trial_dirname_creator=_name
+            max_concurrent_trials=at_once,
+            trial_name_creator=_name,
+            trial_dirname_creator=_name,
+            reuse_actors=True,
         ),
         run_config=tune.RunConfig(
             name=folder.name,
             storage_path=str(folder.parent.resolve()),
             failure_config=tune.FailureConfig(max_failures=max_failures),
+            checkpoint_config=tune.CheckpointConfig(checkpoint_at_end=False),
             callbacks=[_Progress(num_over, num_in_all)],
             verbose=0,
         ),
@@ -87,10 +97,73 @@ def run_trials(
     return failed
 
 
-def _run(config: dict[str, Any]) -> None:
-    """Runs one trial in the process that Tune starts."""
-    trial = TrialCommands(**config["trial"])
-    error = ""
+class _Trial(tune.Trainable):
+    """Runs one trial, then others: Tune gives the actor of a finished trial to the next one. An actor whose trial died
+    ends."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self._series: _Series | None = None
+        self.reset_config(config)
+
+    def reset_config(self, new_config: dict[str, Any]) -> bool:
+        self._trial = TrialCommands(**new_config["trial"])
+        return True
+
+    def step(self) -> dict[str, Any]:
+        return {"error": self._in_series() if self._trial.in_series else run_commands(self._trial), "done": True}
+
+    def cleanup(self) -> None:
+        if self._series is not None:
+            self._series.end()
+
+    def _in_series(self) -> str:
+        if self._series is None:
+            self._series = _Series(self._trial.log)
+        ((command, config),) = self._trial.commands
+        code = self._series.run(config, self._trial.log)
+        if code:
+            self._series = None
+        return _error(command, code, self._trial.log)
+
+
+class _Series:
+    """A process that runs one evaluation after another (`mempipe.cli.series`)."""
+
+    def __init__(self, log: str) -> None:
+        with open(log, "ab") as file:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "mempipe.cli.series"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=file,
+                text=True,
+                env=os.environ | _same_cluster(),
+                preexec_fn=_end_with_parent,
+            )
+
+    def run(self, config: str, log: str) -> int:
+        """Returns the exit code of an evaluation; the process has ended if it is not 0."""
+        answers, asked = self._process.stdout, self._process.stdin
+        assert answers is not None and asked is not None, "both are pipes"
+        with suppress(BrokenPipeError):
+            print(json.dumps([config, log]), file=asked, flush=True)
+        answer = answers.readline()
+        code = int(answer) if answer else self._process.wait()
+        if code:
+            self.end()
+        return code
+
+    def end(self) -> None:
+        """Ends the process, with its engines and retrievers."""
+        try:
+            self._process.communicate(timeout=_END_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def run_commands(trial: TrialCommands) -> str:
+    """Runs the commands of a trial, each as a separate process. Returns as `_error` does."""
     with open(trial.log, "ab") as log:
         for command in trial.commands:
             child = subprocess.Popen(
@@ -101,12 +174,20 @@ def _run(config: dict[str, Any]) -> None:
                 env=os.environ | _same_cluster(),
                 preexec_fn=_end_with_parent,
             )
-            if code := child.wait():
-                error = f"mempipe {command[0]} ended with {code}: {_last_line(trial.log)}"
-                if code != _CANNOT_WORK:
-                    raise RuntimeError(error)
-                break
-    tune.report({"error": error})
+            if error := _error(command[0], child.wait(), trial.log):
+                return error
+    return ""
+
+
+def _error(command: str, code: int, log: str) -> str:
+    """Returns why a command whose input cannot work ended; "" for one that ended well. Raises RuntimeError for another
+    exit code, so that Tune starts the trial again."""
+    if not code:
+        return ""
+    error = f"mempipe {command} ended with {code}: {_last_line(log)}"
+    if code != _CANNOT_WORK:
+        raise RuntimeError(error)
+    return error
 
 
 def _same_cluster() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The real `mempipe sweep`: killed at its first trial, then --resume with a second budget and both trials at once.
+"""The real `mempipe sweep`: killed at its first trial, then --resume with two more budgets and two trials at once.
 `make test-jobs` kills a trial too, and the sweep when one trial is finished.
 
 What answers is a server of the test's own, since what a trial does inside is the subject of other tests.
@@ -21,6 +21,7 @@ import psutil
 import pytest
 import yaml
 
+from mempipe.beacons import RECORD, VARIABLE
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.evaluation.results import read_results
@@ -101,17 +102,18 @@ class Sweep:
             "questions_per_part": PER_PART,
         }
         (output / "sweep.yaml").write_text(yaml.safe_dump(sweep))
-        self.folder, self.marked, self._output = output / "two", Marked(), output
+        self.folder, self.marked, self._output = output / "two", Marked({VARIABLE: str(output)}), output
 
     def run(self, *arguments: str) -> Running:
         command = [sys.executable, "-m", "mempipe.cli", "sweep", str(self._output / "sweep.yaml"), *arguments]
         return Running(command, marked=self.marked, cwd=self._output)
 
     def process_of(self, trial: str) -> psutil.Process | None:
+        """Returns the process that writes the log of the trial."""
+        log = self.folder / "logs" / f"{trial}.log"
         for process in self.marked.processes():
-            with suppress(psutil.NoSuchProcess):
-                line = process.cmdline()
-                if "mempipe.cli" in line and f"{trial}-evaluate.yaml" in line[-1]:
+            with suppress(psutil.Error, OSError):
+                if process.cmdline()[-1] == "mempipe.cli.series" and Path(f"/proc/{process.pid}/fd/1").samefile(log):
                     return process
         return None
 
@@ -125,7 +127,7 @@ def ended(running: Running) -> str:
 
 @pytest.fixture(scope="module")
 def swept(world: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Swept]:
-    """A sweep of one trial that was killed with it, then resumed with another budget and both trials at once."""
+    """A sweep of one trial that was killed with it, then resumed with two more budgets and two trials at once."""
     with answering(held_after=6) as (url, go):
         sweep = Sweep(world, tmp_path_factory.mktemp("sweep"), url, budgets=[4])
         try:
@@ -133,8 +135,8 @@ def swept(world: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
             driver.wait_until(lambda: parts(sweep.folder, FIRST), every_s=0.02)
             driver.kill()
             survivors, first = sweep.marked.survivors(), parts(sweep.folder, FIRST)
-            resumed = sweep.run("budgets=[4,8]", "trials_at_once=2", "--resume")
-            # No trial can end before both are there.
+            resumed = sweep.run("budgets=[4,8,16]", "trials_at_once=2", "--resume")
+            # No trial can end before two are there.
             resumed.wait_until(lambda: sweep.process_of(FIRST) and sweep.process_of(SECOND), every_s=0.2)
             go.set()
             yield Swept(sweep.folder, driver.stdout, survivors, first, ended(resumed))
@@ -144,10 +146,19 @@ def swept(world: RunConfig, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def test_a_killed_sweep_leaves_no_process_and_goes_on_where_it_was_two_trials_at_once(swept):
     assert swept.survivors_of_kill == []
-    assert "2 trials, 2 of them to do" in swept.output and "finished (2 of 2)" in swept.output
-    assert all(f"{trial}: finished" in swept.output for trial in (FIRST, SECOND))
+    assert "3 trials, 3 of them to do" in swept.output and "finished (3 of 3)" in swept.output
+    assert all(f"{trial}: finished" in swept.output for trial in (FIRST, SECOND, THIRD))
     assert swept.first_parts_at_kill and len(swept.first_parts_at_kill) < NUM_QUESTIONS / PER_PART
     assert parts(swept.folder, FIRST).items() > swept.first_parts_at_kill.items()
+
+
+def test_a_trial_searches_with_the_retriever_of_the_one_before_it_in_its_place(swept):
+    """Two places had one each, and so had the trial that was killed."""
+    record = (swept.folder.parent / RECORD).read_text().splitlines()
+    assert [json.loads(line)["name"] for line in record].count("retriever.start") == 3
+    for trial in (FIRST, SECOND, THIRD):
+        log = (swept.folder / "logs" / f"{trial}.log").read_text()
+        assert f"trials/{trial}/report.html" in "".join(log.split())
 
 
 @pytest.mark.jobs
@@ -180,12 +191,12 @@ def test_the_terminal_shows_the_sweep_and_nothing_else(swept):
     told, table, findings = (swept.output_at_kill + swept.output).partition("percent over all questions")
     for line in told.splitlines():
         assert re.match(r"\[\d\d:\d\d:\d\d\] ", line), line
-    assert table and all(f"│ {budget} │" in " ".join(findings.split()) for budget in (4, 8))
+    assert table and all(f"│ {budget} │" in " ".join(findings.split()) for budget in (4, 8, 16))
     assert findings.splitlines()[-1].startswith("Report: ")
 
 
 def test_promise_7_every_question_of_every_trial_has_one_row(swept):
-    for trial in (FIRST, SECOND):
+    for trial in (FIRST, SECOND, THIRD):
         ids = [row.question_id for row in read_results(swept.folder / "trials" / trial / "noise" / "world")]
         assert len(ids) == len(set(ids)) == NUM_QUESTIONS
 
@@ -198,6 +209,6 @@ def test_trials_stand_below_the_sweep_in_mlflow_and_the_report_is_there(swept):
     assert parent.info.status == "FINISHED" and "noise/em" in parent.data.metrics
     below = f"tags.mlflow.parentRunId = '{parent.info.run_id}'"
     children = client.search_runs([parent.info.experiment_id], below)
-    assert {child.info.run_name for child in children} == {FIRST, SECOND}
+    assert {child.info.run_name for child in children} == {FIRST, SECOND, THIRD}
     artifacts = {file.path for file in client.list_artifacts(parent.info.run_id)}
     assert {"budgets.html", "budgets.md", "budgets.svg"} <= artifacts

@@ -53,7 +53,8 @@ def other(world: RunConfig, tmp_path) -> RunConfig:
 
 
 def test_an_engine_that_others_used_answers_as_one_that_was_started_for_the_agent(cluster, world, other):
-    with StandingActors(cluster, [other, world]) as standing:
+    with StandingActors(cluster) as standing:
+        standing.expect([other, world])
         with standing.serving(other) as actors:
             of_other, before = sampled(actors), handles(actors)
         with standing.serving(world) as actors:  # whose context is longer, and was known
