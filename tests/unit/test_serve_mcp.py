@@ -18,6 +18,7 @@ from mcp.client.client import ConnectMode
 from mcp.client.streamable_http import streamable_http_client
 from service_builders import QUESTIONS, WORLD, Service, build_service, running, search
 
+import mempipe
 from mempipe.agents.mcp_client import McpServer, McpUnavailable
 from mempipe.answers.api import CorpusReply
 from mempipe.engines.tiny import build_tokenizer
@@ -62,7 +63,10 @@ def text_of(result: Any) -> str:
 async def test_the_tools_are_those_that_the_service_has(service, tokenizer, tmp_path):
     async with Client(f"{service.url}/mcp") as client:
         tools = {tool.name: tool for tool in (await client.list_tools()).tools}
+        told = client.server_info
+    assert (told.name, told.version) == ("mempipe", mempipe.__version__)
     assert set(tools) == TOOLS
+    assert all(tool.description and "\n" not in tool.description for tool in tools.values())
     assert tools["ask"].input_schema["required"] == ["question"]
     reader = build_service(tokenizer, tmp_path, agent="memagent")  # which has no corpus
     with running(reader):
@@ -233,7 +237,7 @@ def refused(message: str, **data: Any) -> Iterator[None]:
 
 async def test_a_refusal_before_the_protocol_is_a_sentence_too(tokenizer, tmp_path):
     key, record = new_key("ann")
-    service = build_service(tokenizer, tmp_path, keys=[record], max_in_flight=1)
+    service = build_service(tokenizer, tmp_path, keys=[record], max_in_flight=4)
     with running(service):
         for mode in ("auto", "legacy"):
             with refused("the API key is missing or wrong", status=401, code="invalid_api_key"):
@@ -242,13 +246,24 @@ async def test_a_refusal_before_the_protocol_is_a_sentence_too(tokenizer, tmp_pa
             with refused("the body has more than 1048576 bytes", status=413):
                 await client.call_tool("ask", {"question": "x" * 2**20})
             service.engine.go_on.clear()
-            asking = asyncio.create_task(client.call_tool("ask", {"question": TWO_HOPS.text}))
-            while not service.engine.under_way:
+            asking = [asyncio.create_task(with_patience(client, "ask", question=TWO_HOPS.text)) for _ in range(4)]
+            while service.engine.under_way < 4:
                 await asyncio.sleep(0.01)
-            with refused("1 requests are in flight", status=503, retry_after_s=1):
+            with refused("4 requests are in flight", status=503, retry_after_s=1):
                 await client.call_tool("search", {"query": "x"})
             service.engine.go_on.set()
-            assert (await asking).structured_content["answer"] == GOLD
+            assert [each.structured_content["answer"] for each in await asyncio.gather(*asking)] == [GOLD] * 4
+
+
+async def with_patience(client: Client, tool: str, **arguments: Any) -> Any:
+    """Calls the tool until it has a place: the one of an earlier call is free when its stream is closed."""
+    while True:
+        try:
+            return await client.call_tool(tool, arguments)
+        except MCPError as error:
+            if "requests are in flight" not in str(error):
+                raise
+            await asyncio.sleep(0.01)
 
 
 async def test_a_refusal_of_too_many_requests_is_a_sentence_too(tokenizer, tmp_path):

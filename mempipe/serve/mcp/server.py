@@ -11,6 +11,7 @@ from mcp.server.mcpserver import Context
 from mcp.server.mcpserver.exceptions import ToolError, UnexpectedToolError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mempipe import __version__
 from mempipe.answers.api import AnswerReply, AnswerRequest, PassageReply
 from mempipe.answers.errors import ApiError, sentence
 from mempipe.answers.replies import passage_reply
@@ -73,6 +74,10 @@ class DocumentPiece(BaseModel):
 class AgentServer(MCPServer):
     """The SDK's server. The error of a call is a sentence alone, and an unknown argument is an error too."""
 
+    def add_tool(self, fn: Any, *arguments: Any, **more: Any) -> None:
+        """Adds a tool that is described by the docstring, without its line breaks: clients show them."""
+        super().add_tool(fn, *arguments, **more | {"description": " ".join((fn.__doc__ or "").split())})
+
     async def call_tool(self, name: str, arguments: dict[str, Any], context: Context[Any, Any] | None = None) -> Any:
         known = {tool.name: tool.input_schema["properties"] for tool in await self.list_tools()}.get(name, arguments)
         if unknown := sorted(arguments.keys() - known.keys()):
@@ -93,7 +98,7 @@ class AgentServer(MCPServer):
 
 def make_server(parts: Parts) -> MCPServer:
     """Returns the server of a service's tools. A caller over HTTP has what belongs to its key."""
-    server = AgentServer("mempipe", instructions=_INSTRUCTIONS, log_level="WARNING")
+    server = AgentServer("mempipe", version=__version__, instructions=_INSTRUCTIONS, log_level="WARNING")
     _add_ask(server, parts)
     if parts.answering.searches:
         _add_search(server, parts)
