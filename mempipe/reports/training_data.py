@@ -20,6 +20,7 @@ from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality
 from mempipe.evaluation.quality_by_turn import quality_by_turn
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, wilson_interval
+from mempipe.loader import parse_section
 from mempipe.provenance import differences
 from mempipe.reports.alarms import alarms
 from mempipe.runs import read_state, saved_settings, saved_source
@@ -64,8 +65,9 @@ class ReportData:
 
     @property
     def memory_budget(self) -> int | None:
-        """Returns the most tokens that a memory may have; None where the whole history is carried."""
-        return self._agent.budget.model_validate(self.settings.get("budget", {})).memory_limit
+        """Returns the most tokens that a memory may have; None where the whole history is carried. Raises ConfigError
+        for a budget that this version cannot read."""
+        return parse_section(self.settings.get("budget", {}), self._agent.budget).memory_limit
 
     @property
     def growing(self) -> bool:

@@ -35,6 +35,7 @@ from mempipe.reports.pages import render
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
 from mempipe.reports.training_page import render_page
+from mempipe.settings import ConfigError
 from mempipe.storage.json_files import write_object
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.losses import write_losses
@@ -128,6 +129,13 @@ def make_data(**changes) -> ReportData:
         num_steps=2,
     )
     return dataclasses.replace(data, **changes)
+
+
+def test_a_budget_of_another_version_is_refused_with_a_sentence():
+    settings = make_data().settings
+    settings["budget"]["forgotten_tokens"] = 3
+    with pytest.raises(ConfigError, match="forgotten_tokens"):
+        assert make_data(settings=settings).memory_budget
 
 
 def drawn(chart: Chart) -> str:
