@@ -127,6 +127,11 @@ class EvaluationSuite(Section):
     def folder(self) -> Path:
         return Path(self.output) / self.name
 
+    @property
+    def attempts_are_the_same(self) -> bool:
+        """Returns whether all attempts at a question take the likeliest token, so that one would do."""
+        return self.num_samples > 1 and not self.sampling.temperature
+
     @field_validator("runs")
     @classmethod
     def _names_differ(cls, runs: list[EvaluatedRun]) -> list[EvaluatedRun]:

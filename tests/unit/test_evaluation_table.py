@@ -256,6 +256,12 @@ def test_an_evaluation_says_which_rows_of_a_set_are_skipped(tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
+def test_attempts_that_are_the_same_are_told_before_they_are_paid_for(tmp_path):
+    assert suite(tmp_path, num_samples=2).attempts_are_the_same
+    assert not suite(tmp_path).attempts_are_the_same
+    assert not suite(tmp_path, num_samples=2, sampling={"temperature": 1.0}).attempts_are_the_same
+
+
 def test_neighbours_are_asked_as_one_and_a_remainder_is_left_out():
     pairs = list(join_objectives([question(i, gold=f"g{i}") for i in range(5)], objectives=2))
     assert [pair.id for pair in pairs] == ["q0+q1", "q2+q3"]
