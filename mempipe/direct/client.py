@@ -138,19 +138,24 @@ class DirectClient:
         lease: Any = self._lease.remote()
         try:
             host, port, key = await anext(aiter(lease))
-        except asyncio.CancelledError:
+            line = await _connect(host, port)
+        except (asyncio.CancelledError, ConnectionEnded):
             lease.cancel()
             raise
-        try:
-            async with asyncio.timeout(CONNECT_S):
-                _, line = await asyncio.get_running_loop().create_connection(_Line, host, port)
-        except (OSError, TimeoutError) as error:
-            raise ConnectionEnded(f"no connection to the replica at {host}:{port}: {error}") from error
         line.send(key.encode())
         held = asyncio.create_task(_hold(lease, line))
         self._held.add(held)
         held.add_done_callback(self._held.discard)
         return line
+
+
+async def _connect(host: str, port: int) -> _Line:
+    try:
+        async with asyncio.timeout(CONNECT_S):
+            _, line = await asyncio.get_running_loop().create_connection(_Line, host, port)
+    except (OSError, TimeoutError) as error:
+        raise ConnectionEnded(f"no connection to the replica at {host}:{port}: {error}") from error
+    return line
 
 
 async def _hold(lease: Any, line: _Line) -> None:

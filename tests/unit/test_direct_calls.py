@@ -217,13 +217,24 @@ async def test_what_serve_raises_reaches_the_call_and_the_next_one_is_tried_anew
     assert await client.call(ask()) == echo(ask())
 
 
-async def test_an_address_where_nobody_listens_is_a_fault():
+async def test_an_address_where_nobody_listens_is_a_fault_and_the_lease_ends():
     class Gone(Deployment):
         async def _stream(self) -> AsyncIterator[Address]:
             yield "127.0.0.1", 1, "key"
 
     with pytest.raises(ConnectionEnded, match=r"no connection to the replica at 127\.0\.0\.1:1: "):
-        await DirectClient(Gone(), SearchResult).call(ask())
+        await DirectClient(gone := Gone(), SearchResult).call(ask())
+    assert gone.leases[0].cancelled
+
+
+async def test_a_client_that_closes_gives_its_leases_back():
+    deployment = Deployment(retriever(echo))
+    client = DirectClient(deployment, SearchResult)
+    await asyncio.gather(*(client.call(ask()) for _ in range(3)))
+    assert deployment.num_open == 3
+    await client.close()
+    assert deployment.num_open == 0
+    assert await client.call(ask()) == echo(ask())
 
 
 class Stranger(Frames):
