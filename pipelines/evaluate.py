@@ -167,13 +167,13 @@ def main(suite: EvaluationSuite) -> list[Path]:
 
 def plan(suite: EvaluationSuite) -> list[PlannedRun]:
     """Reads question files, weights and prompts, and returns the planned runs. Raises ConfigError."""
-    files = [find_file(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks]
-    sets = [_read_set(benchmark, file) for benchmark, file in zip(suite.benchmarks, files, strict=True)]
     if suite.attempts_are_the_same:
         say(
             f"num_samples is {suite.num_samples} and sampling.temperature is 0: the attempts at a question are the "
             "same; with sampling.temperature=1 they differ"
         )
+    files = [find_file(benchmark, data_dir=suite.data_dir) for benchmark in suite.benchmarks]
+    sets = [_read_set(benchmark, file) for benchmark, file in zip(suite.benchmarks, files, strict=True)]
     for reader in filter(None, (suite.judge, suite.recall)):
         asyncio.run(_check_endpoint(Endpoint(reader)))
     return [_plan_run(suite, run, sets) for run in suite.runs]

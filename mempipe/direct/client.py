@@ -64,7 +64,7 @@ class DirectClient:
         raise ValueError(message) if outcome == Outcome.INVALID else RuntimeError(message)
 
     async def close(self) -> None:
-        """Ends the unused connections and their leases; those in use end with their calls' owner."""
+        """Ends the unused connections, and waits until their leases have ended; no call should be running."""
         for line in self._idle:
             line.close()
         self._idle.clear()

@@ -256,10 +256,19 @@ def test_an_evaluation_says_which_rows_of_a_set_are_skipped(tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
-def test_attempts_that_are_the_same_are_told_before_they_are_paid_for(tmp_path):
-    assert suite(tmp_path, num_samples=2).attempts_are_the_same
-    assert not suite(tmp_path).attempts_are_the_same
-    assert not suite(tmp_path, num_samples=2, sampling={"temperature": 1.0}).attempts_are_the_same
+def test_attempts_that_are_the_same_are_told_before_they_are_paid_for(tmp_path, capsys):
+    from pipelines.evaluate import plan
+
+    missing = {"benchmarks": [{"name": "nq", "file": str(tmp_path / "missing.jsonl")}]}
+    for values, is_told in (
+        ({"num_samples": 2}, True),
+        ({}, False),
+        ({"num_samples": 2, "sampling": {"temperature": 1.0}}, False),
+    ):
+        with pytest.raises(ConfigError, match="does not exist"):
+            plan(suite(tmp_path, **missing, **values))
+        told = capsys.readouterr().out
+        assert ("num_samples is 2 and sampling.temperature is 0" in " ".join(told.split())) == is_told
 
 
 def test_neighbours_are_asked_as_one_and_a_remainder_is_left_out():
