@@ -31,7 +31,8 @@ from mempipe.data.corpus import join_contents
 from mempipe.faults import InfrastructureFault
 from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.retriever import BatchingRetriever, RetrievalTimeout, Retriever
-from mempipe.serve.http.gate import Gate, problem, retry_header
+from mempipe.serve.http.gate import Gate, problem
+from mempipe.serve.http.retry_after import retry_header
 from mempipe.types import Passage, SearchResult
 
 SNAPSHOT_HEADER = "x-mempipe-snapshot"

@@ -26,6 +26,7 @@ from mempipe.direct.server import DirectServer
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.generator import EngineDead
+from mempipe.serve.http import front
 from mempipe.serve.http.front import Front, middlewares
 from mempipe.serve.replicas.agent_replica import engines_of
 from mempipe.serve.replicas.generator_replica import GeneratorReplica
@@ -174,9 +175,10 @@ async def test_a_body_that_went_to_a_dead_replica_is_503_and_one_that_never_came
     assert (answer.status_code, answer.headers.get("retry-after")) == (status, "1" if has_body else None)
 
 
-async def test_serves_own_503_says_when_to_come_back_and_other_answers_stay():
+async def test_serves_own_503_says_when_to_come_back_and_other_answers_stay(monkeypatch):
+    monkeypatch.setattr(front, "evenly_spread", lambda: 4)
     for status, headers, expected in (
-        (503, {}, "1"),
+        (503, {}, "4"),
         (503, {"retry-after": "7"}, "7"),
         (500, {}, None),
         (200, {}, None),

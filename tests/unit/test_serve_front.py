@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import ANY
 
 import httpx
 import pytest
@@ -200,10 +201,14 @@ async def full(scope: Any, receive: Any, send: Any) -> None:
 def test_what_serve_has_no_place_for_is_said_in_the_form_of_the_api():
     with served(full) as address:
         answer = post(address)
-        assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
-        assert answer.json()["error"]["message"] == "no replica has a place for this request now"
+        assert (answer.status_code, answer.json()["error"]["message"]) == (
+            503,
+            "no replica has a place for this request now",
+        )
         called = post(address, path="/mcp").json()
-        assert called["error"]["data"] == {"status": 503, "retry_after_s": 1}
+        assert called["error"]["data"] == {"status": 503, "retry_after_s": ANY}
+        told = {int(post(address).headers["retry-after"]) for _ in range(20)}
+        assert len(told) > 1 and all(1 <= seconds <= 10 for seconds in told), "all came back at once"
         own = post(address, path="/v1/models")
         assert (own.json(), own.headers["retry-after"]) == ({"own": 1}, "7")
         for path in ("/", "/-/healthz"):  # another application's, and the proxy's own

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
-from mempipe.serve.http.gate import RETRY_AFTER_S, retry_header
+from mempipe.serve.http.retry_after import RETRY_AFTER_S, retry_header
 from mempipe.serve.mcp.errors import is_call, rpc_error
 
 FAILED = "the service failed; its log says why"
@@ -41,24 +41,25 @@ class Refusal(JSONResponse):
     A 401 names the scheme of the keys, and says that the key is wrong where there was one (RFC 6750).
     """
 
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(error_body(error), error.status, retry_header(error.status))
+    def __init__(self, error: ApiError, retry_after_s: int = RETRY_AFTER_S) -> None:
+        super().__init__(error_body(error), error.status, retry_header(error.status, retry_after_s))
         self._error = error
+        self._retry_after_s = retry_after_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self.status_code == 401:
             wrong = ', error="invalid_token"' if "authorization" in Headers(scope=scope) else ""
             self.headers["WWW-Authenticate"] = f'Bearer realm="mempipe"{wrong}'
         if is_call(scope["path"]):
-            retry_after_s = RETRY_AFTER_S if retry_header(self.status_code) else None
+            retry_after_s = self._retry_after_s if "retry-after" in self.headers else None
             self.body = self.render(rpc_error(self._error, retry_after_s=retry_after_s))
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 
-def refuse(status: int, message: str) -> Refusal:
+def refuse(status: int, message: str, retry_after_s: int = RETRY_AFTER_S) -> Refusal:
     """Returns the answer of a refusal that needs one sentence (`mempipe.serve.http.gate.Refuse`)."""
-    return Refusal(ApiError(status, message))
+    return Refusal(ApiError(status, message), retry_after_s)
 
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}

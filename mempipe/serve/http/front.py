@@ -17,8 +17,8 @@ from mempipe.serve.http import connections, refusals
 from mempipe.serve.http.bodies import Bodies
 from mempipe.serve.http.deadline import in_time
 from mempipe.serve.http.errors import refuse
-from mempipe.serve.http.gate import RETRY_AFTER_S
 from mempipe.serve.http.keys import API
+from mempipe.serve.http.retry_after import evenly_spread
 from mempipe.serve.http.strangers import Strangers, keys_of_proxy
 
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -68,7 +68,7 @@ class Front:
             if message["type"] == "http.response.start":
                 is_lost = message["status"] == 408 and has_body
                 if message["status"] == 503:
-                    MutableHeaders(scope=message).setdefault("retry-after", str(RETRY_AFTER_S))
+                    MutableHeaders(scope=message).setdefault("retry-after", str(evenly_spread()))
                     is_full = scope["path"].startswith(API) and _is_text(message)  # replicas say it in JSON
             if not (is_lost or is_full):
                 has_started = True
@@ -77,7 +77,7 @@ class Front:
         await self._app(scope, noting, completing)
         if is_full:
             refusals.count("full_replicas")
-            await refuse(503, "no replica has a place for this request now")(scope, receive, send)
+            await refuse(503, "no replica has a place for this request now", evenly_spread())(scope, receive, send)
         elif not has_started:
             refusals.count("lost_replica")
             await refuse(503, "the replica that worked on this request is gone; ask again")(scope, receive, send)

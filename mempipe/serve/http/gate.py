@@ -16,25 +16,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mempipe.serve.http.places import Places
+from mempipe.serve.http.retry_after import RETRY_AFTER_S, Returns, retry_header
 
-RETRY_AFTER_S = 1
 BODY_TIMEOUT_S = 30.0
 """Seconds in which the body of a request has to arrive."""
 
 _WAIT = re.compile(r"(?:^|[,;\s])wait=([0-9]{1,6})(?:$|[,;\s])", re.IGNORECASE)
 
-Refuse = Callable[[int, str], Response]
-"""Makes the answer of a refused request from its status and reason, in the error format of the service."""
+Refuse = Callable[[int, str, int], Response]
+"""Makes the answer of a refused request, in the error format of the service: from its status, its reason, and the
+seconds after which it may be made again (429, 503)."""
 
 
-def problem(status: int, detail: str) -> JSONResponse:
+def problem(status: int, detail: str, retry_after_s: int = RETRY_AFTER_S) -> JSONResponse:
     """Returns a refusal in FastAPI's error format, with Retry-After where it may be asked again (429, 503)."""
-    return JSONResponse({"detail": detail}, status, retry_header(status))
-
-
-def retry_header(status: int) -> dict[str, str] | None:
-    """Returns the Retry-After header of an answer with this status; None where it has none."""
-    return {"Retry-After": str(RETRY_AFTER_S)} if status in (429, 503) else None
+    return JSONResponse({"detail": detail}, status, retry_header(status, retry_after_s))
 
 
 def too_large(max_bytes: int) -> str:
@@ -95,6 +91,7 @@ class Gate:
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._places = Places(max_in_flight, max_waiting=max_waiting, are_several=are_several)
+        self._returns = Returns(max_in_flight)
         self._max_wait_s = max_wait_s
         self._timeout_s = timeout_s
         self._refuse = refuse
@@ -109,25 +106,28 @@ class Gate:
         try:
             body = await read_body(receive, max_bytes=self._max_body_bytes, timeout_s=BODY_TIMEOUT_S)
         except TimeoutError:
-            await self._refuse(408, f"the body did not arrive within {BODY_TIMEOUT_S:g} s")(scope, receive, send)
+            reason = f"the body did not arrive within {BODY_TIMEOUT_S:g} s"
+            await self._refuse(408, reason, RETRY_AFTER_S)(scope, receive, send)
             return
         if body is None:
             return
         if len(body) > self._max_body_bytes:
-            await self._refuse(413, too_large(self._max_body_bytes))(scope, receive, send)
+            await self._refuse(413, too_large(self._max_body_bytes), RETRY_AFTER_S)(scope, receive, send)
             return
         hung_up = asyncio.ensure_future(receive())  # nothing else can come after the body
-        owner = scope.get("state", {}).get("owner", "")
+        owner, now = scope.get("state", {}).get("owner", ""), asyncio.get_running_loop().time
         try:
             if not await self._take_place(owner, self._wait_s(owner, scope), hung_up):
                 if not hung_up.done():
                     reason = f"{self._places.num_taken} requests are in flight, so that this one has no place now"
-                    await self._refuse(503, reason)(scope, receive, send)
+                    await self._refuse(503, reason, self._returns.next_s(now()))(scope, receive, send)
                 return
+            began = now()
             try:
                 await self._answer(body, hung_up, scope, receive, send)
             finally:
                 self._places.give_back(owner)
+                self._returns.freed(now() - began)
         finally:
             hung_up.cancel()
 
@@ -173,7 +173,8 @@ class Gate:
             elif not hung_up.done():
                 await _cancelled(work)
                 if not response.has_started:
-                    await self._refuse(503, f"no answer within {self._timeout_s:g} s")(scope, receive, send)
+                    reason = f"no answer within {self._timeout_s:g} s"
+                    await self._refuse(503, reason, RETRY_AFTER_S)(scope, receive, send)
         finally:
             await _cancelled(work)
 

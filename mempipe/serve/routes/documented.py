@@ -10,7 +10,7 @@ from fastapi.security import HTTPBearer
 
 from mempipe.openai_api.fields import listed
 from mempipe.serve.http.errors import ErrorReply
-from mempipe.serve.http.gate import retry_header
+from mempipe.serve.http.retry_after import retry_header
 
 _MEANINGS = {
     400: "A field is missing, unknown, of another type or beyond a limit, or the body cannot be read.",
