@@ -144,7 +144,7 @@ class HttpClient:
             return Answer(headers=response.headers, content=content)
         reason = f"status {response.status_code}: {self._public(content.decode(errors='replace'))}"
         if may_pass(response.status_code):
-            raise _Passing(reason, retry_after_s=retry_after_s(response.headers.get("retry-after", "")))
+            raise _Passing(reason, retry_after_s=retry_after_s(response.headers))
         raise ServiceFault(f"{url} answered {reason}")
 
     async def _read(self, response: httpx.Response) -> bytes:
@@ -169,10 +169,12 @@ def may_pass(status: int) -> bool:
     return status in (408, 409, 429) or (status >= 500 and status not in (501, 505))
 
 
-def retry_after_s(value: str) -> float:
-    """Returns the seconds that a Retry-After header asks for, as a number or a date; 0 when it is neither."""
+def retry_after_s(headers: Mapping[str, str]) -> float:
+    """Returns the seconds that Retry-After-Ms asks for, or else Retry-After, as a number or a date; 0 when it is
+    neither."""
+    value = headers.get("retry-after", "")
     try:
-        seconds = float(value)
+        seconds = float(headers["retry-after-ms"]) / 1000 if "retry-after-ms" in headers else float(value)
     except ValueError:
         try:
             seconds = parsedate_to_datetime(value).timestamp() - time.time()

@@ -122,12 +122,19 @@ async def test_retry_after_is_waited_for(no_pauses):
 
 @pytest.mark.parametrize("value", ["", "soon", "\u00b2", "-5", "nan", "inf", "1e999", "Fri, 31 Dec 1999 23:59:59 GMT"])
 def test_a_retry_after_that_asks_for_nothing_is_zero(value):
-    assert retry_after_s(value) == 0
+    assert retry_after_s({"retry-after": value}) == 0
 
 
 def test_a_retry_after_is_seconds_or_a_date():
-    assert retry_after_s("2") == 2
-    assert retry_after_s(formatdate(time.time() + 100, usegmt=True)) == pytest.approx(100, abs=2)
+    assert retry_after_s({"retry-after": "2"}) == 2
+    assert retry_after_s({"retry-after": formatdate(time.time() + 100, usegmt=True)}) == pytest.approx(100, abs=2)
+
+
+def test_milliseconds_are_preferred_where_they_are_a_number():
+    assert retry_after_s({"retry-after": "2", "retry-after-ms": "1250"}) == 1.25
+    assert retry_after_s({"retry-after-ms": "inf"}) == retry_after_s({}) == 0
+    later = formatdate(time.time() + 100, usegmt=True)
+    assert retry_after_s({"retry-after": later, "retry-after-ms": "soon"}) == pytest.approx(100, abs=2)
 
 
 @pytest.mark.parametrize("answer", [hangs, says({}, status=503)], ids=["while it is asked", "between two attempts"])

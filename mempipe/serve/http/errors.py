@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from pydantic import BaseModel
@@ -41,7 +42,7 @@ class Refusal(JSONResponse):
     A 401 names the scheme of the keys, and says that the key is wrong where there was one (RFC 6750).
     """
 
-    def __init__(self, error: ApiError, retry_after_s: int = RETRY_AFTER_S) -> None:
+    def __init__(self, error: ApiError, retry_after_s: float = RETRY_AFTER_S) -> None:
         super().__init__(error_body(error), error.status, retry_header(error.status, retry_after_s))
         self._error = error
         self._retry_after_s = retry_after_s
@@ -51,13 +52,13 @@ class Refusal(JSONResponse):
             wrong = ', error="invalid_token"' if "authorization" in Headers(scope=scope) else ""
             self.headers["WWW-Authenticate"] = f'Bearer realm="mempipe"{wrong}'
         if is_call(scope["path"]):
-            retry_after_s = self._retry_after_s if "retry-after" in self.headers else None
+            retry_after_s = math.ceil(self._retry_after_s) if "retry-after" in self.headers else None
             self.body = self.render(rpc_error(self._error, retry_after_s=retry_after_s))
             self.headers["content-length"] = str(len(self.body))
         await super().__call__(scope, receive, send)
 
 
-def refuse(status: int, message: str, retry_after_s: int = RETRY_AFTER_S) -> Refusal:
+def refuse(status: int, message: str, retry_after_s: float = RETRY_AFTER_S) -> Refusal:
     """Returns the answer of a refusal that needs one sentence (`mempipe.serve.http.gate.Refuse`)."""
     return Refusal(ApiError(status, message), retry_after_s)
 

@@ -18,7 +18,7 @@ from mempipe.serve.http.bodies import Bodies
 from mempipe.serve.http.deadline import in_time
 from mempipe.serve.http.errors import refuse
 from mempipe.serve.http.keys import API
-from mempipe.serve.http.retry_after import evenly_spread
+from mempipe.serve.http.retry_after import evenly_spread, retry_header
 from mempipe.serve.http.strangers import Strangers, keys_of_proxy
 
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
@@ -68,7 +68,7 @@ class Front:
             if message["type"] == "http.response.start":
                 is_lost = message["status"] == 408 and has_body
                 if message["status"] == 503:
-                    MutableHeaders(scope=message).setdefault("retry-after", str(evenly_spread()))
+                    _say_when(MutableHeaders(scope=message))
                     is_full = scope["path"].startswith(API) and _is_text(message)  # replicas say it in JSON
             if not (is_lost or is_full):
                 has_started = True
@@ -81,6 +81,12 @@ class Front:
         elif not has_started:
             refusals.count("lost_replica")
             await refuse(503, "the replica that worked on this request is gone; ask again")(scope, receive, send)
+
+
+def _say_when(headers: MutableHeaders) -> None:
+    """Adds when the request may be made again, unless the replica has said so."""
+    if "retry-after" not in headers:
+        headers.update(retry_header(503, evenly_spread()) or {})
 
 
 def _is_text(start: Message) -> bool:

@@ -23,12 +23,12 @@ BODY_TIMEOUT_S = 30.0
 
 _WAIT = re.compile(r"(?:^|[,;\s])wait=([0-9]{1,6})(?:$|[,;\s])", re.IGNORECASE)
 
-Refuse = Callable[[int, str, int], Response]
+Refuse = Callable[[int, str, float], Response]
 """Makes the answer of a refused request, in the error format of the service: from its status, its reason, and the
 seconds after which it may be made again (429, 503)."""
 
 
-def problem(status: int, detail: str, retry_after_s: int = RETRY_AFTER_S) -> JSONResponse:
+def problem(status: int, detail: str, retry_after_s: float = RETRY_AFTER_S) -> JSONResponse:
     """Returns a refusal in FastAPI's error format, with Retry-After where it may be asked again (429, 503)."""
     return JSONResponse({"detail": detail}, status, retry_header(status, retry_after_s))
 
