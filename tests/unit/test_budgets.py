@@ -289,11 +289,11 @@ BOTH = {"nq": 0.1, "musique": 0.1}
 @pytest.mark.parametrize(
     ("losses", "drawn", "played", "studies"),
     [
-        (BOTH, {"noise": 0.0}, {}, 100),
-        (BOTH, {"noise": 0.1}, {}, 200),
         ({"nq": 0.0, "musique": 0.1}, {"noise": 0.1}, {}, 100),  # the mean over both sets loses less than the margin
-        (BOTH, {"noise": 0.1}, {"attempts": 3}, 60),
-        (BOTH, {"noise": 0.02, "deviation": 0.15}, {"trainings": 3}, 60),
+        pytest.param(BOTH, {"noise": 0.0}, {}, 100, marks=pytest.mark.jobs),  # up to 12 s each
+        pytest.param(BOTH, {"noise": 0.1}, {}, 200, marks=pytest.mark.jobs),
+        pytest.param(BOTH, {"noise": 0.1}, {"attempts": 3}, 60, marks=pytest.mark.jobs),
+        pytest.param(BOTH, {"noise": 0.02, "deviation": 0.15}, {"trainings": 3}, 60, marks=pytest.mark.jobs),
     ],
 )
 def test_a_whole_study_calls_a_loss_of_the_margin_enough_in_five_of_a_hundred_at_most(losses, drawn, played, studies):
