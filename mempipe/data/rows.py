@@ -327,13 +327,19 @@ def _checked(row: dict[str, Any], kind: type[float]) -> dict[str, Any] | BadRow:
 
 
 def _items_of(value: Any, file: InputFile) -> list[Any]:
-    """Returns the items of a list, of columns, of objects by their ids, of the one list of objects in an object, or the
-    object itself. Raises ConfigError.
+    """Returns the items of a list, of columns, of objects by their ids, of the one list of objects in an object, of a
+    page of Hugging Face's dataset viewer, or the object itself. Raises ConfigError.
     """
     if isinstance(value, list):
         return value
     if not isinstance(value, dict):
         raise ConfigError(f"{file.url} holds {type(value).__name__}, expected a list of objects")
+    if rows := _rows_of_viewer(value):
+        if cut := next((row["truncated_cells"] for row in rows if row.get("truncated_cells")), None):
+            raise ConfigError(
+                f"{file.url} holds rows whose {', '.join(cut)} the dataset viewer has cut; take its files"
+            )
+        return [row["row"] for row in rows]
     if columns := _columns_of(value):
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if value and all(isinstance(item, dict) and item for item in value.values()):
@@ -343,6 +349,14 @@ def _items_of(value: Any, file: InputFile) -> list[Any]:
         listed = " and ".join(f"{name} ({len(value[name])} objects)" for name in lists)
         raise ConfigError(f"{file.url} holds several lists of objects: {listed}; keep the one that is meant")
     return value[lists[0]] if lists else [value]
+
+
+def _rows_of_viewer(value: dict[str, Any]) -> list[dict[str, Any]]:
+    """Returns the rows of an answer of the dataset viewer, {"features": …, "rows": [{"row": {…}, …}, …]}; none for
+    another object."""
+    rows = value.get("rows")
+    are_rows = "features" in value and isinstance(rows, list)
+    return rows if are_rows and all(isinstance(row, dict) and isinstance(row.get("row"), dict) for row in rows) else []
 
 
 def _columns_of(value: dict[str, Any]) -> dict[str, list[Any]]:

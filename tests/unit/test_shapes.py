@@ -445,6 +445,24 @@ def test_json_is_a_list_or_one_list_in_an_object_or_columns_or_lines(tmp_path):
     assert refusal(path) == said
 
 
+def test_a_page_of_the_dataset_viewer_is_its_rows_unless_cells_were_cut(tmp_path):
+    path = tmp_path / "rows.json"
+    rows = [{"row_idx": i, "row": {"question": f"Q{i}?", "answer": "x"}, "truncated_cells": []} for i in range(2)]
+    path.write_text(json.dumps({"features": [{"name": "question"}], "rows": rows, "num_rows_total": 2}))
+    assert [question.text for question in read_questions(path)] == ["Q0?", "Q1?"]
+    rows[1]["truncated_cells"] = ["answer"]
+    path.write_text(json.dumps({"features": [{"name": "question"}], "rows": rows}))
+    assert refusal(path) == f"{path} holds rows whose answer the dataset viewer has cut; take its files"
+
+
+def test_a_csv_file_without_a_header_is_told_that_it_needs_one(tmp_path):
+    path = tmp_path / "q.csv"
+    path.write_text("What is the capital of France?,Paris\nWho wrote Faust in two parts?,Goethe\n")
+    assert refusal(path).endswith("(if these are values: the first line of a csv file should name its columns)")
+    path.write_text("left,right\nWhat is the capital of France?,Paris\n")
+    assert refusal(path).endswith("set data.columns.question to the one that does")
+
+
 def test_a_folder_of_several_splits_is_refused_and_descriptions_beside_rows_are_passed_over(tmp_path):
     folder = jsonl(tmp_path / "set" / "train.jsonl", {"question": "Who?", "answer": "Ann"}).parent
     (folder / "dataset_info.json").write_text("{}")
