@@ -206,7 +206,7 @@ LAYERS = [
     {"doctor", "submission", "template", "pipelines"},
     {"api"},
     {"cli"},
-    {"jobs"},
+    {"jobs", "__main__"},
 ]
 """Packages from the bottom up; a package imports those below its own, never one of its own layer."""
 
@@ -273,7 +273,7 @@ def test_promise_10_help_answers_in_under_a_second():
     seconds = []
     for _ in range(3):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-m", "mempipe.cli", "--help"], capture_output=True, text=True, cwd=ROOT)
+        done = subprocess.run([sys.executable, "-m", "mempipe", "--help"], capture_output=True, text=True, cwd=ROOT)
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         seconds.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert done.returncode == 0 and "train" in done.stdout
