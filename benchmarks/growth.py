@@ -239,38 +239,39 @@ def claimed(count: int, folder: Path) -> Work:
     async def work() -> None:
         for number in range(SEARCHES):
             owner = owners[number * 7919 % len(owners)]
-            session = await store.create_session(owner, memory="what is known")
-            await store.claim(session.id, owner, for_s=60)
-            await store.release(session.id, "what is known now")
-            await store.delete_session(session.id, owner)
+            session = await store.sessions.create(owner, memory="what is known")
+            await store.sessions.claim(session.id, owner, for_s=60)
+            await store.sessions.release(session.id, "what is known now")
+            await store.sessions.delete(session.id, owner)
 
     return lambda: asyncio.run(work())
 
 
 def responded(count: int, folder: Path) -> Work:
     """Keeps responses of a service that has `count` of them."""
-    from mempipe.serve.requests.store import StoredResponse
+    from mempipe.serve.state.responses import StoredResponse
 
     store, owners = stored("responses", count, folder)
 
     async def work() -> None:
         for number in range(SEARCHES):
             owner = owners[number * 7919 % len(owners)]
-            await store.keep_response(StoredResponse(id=f"new-{number}", body="x" * 2000, memory="m" * 400), owner)
-            await store.delete_response(f"new-{number}", owner)
+            await store.responses.keep(StoredResponse(id=f"new-{number}", body="x" * 2000, memory="m" * 400), owner)
+            await store.responses.delete(f"new-{number}", owner)
 
     return lambda: asyncio.run(work())
 
 
 def stored(table: str, count: int, folder: Path) -> tuple[Any, list[str]]:
     """Returns a store with `count` rows in the table, and their owners, of whom none has more than 900."""
-    from mempipe.serve.requests.store import Store, StoredResponse
+    from mempipe.serve.state.responses import StoredResponse
+    from mempipe.serve.state.store import Store
 
     store = Store(folder / "state.db", lifetime_s=3600)
     if table == "sessions":
-        asyncio.run(store.create_session("first", memory="what is known " * 20))
+        asyncio.run(store.sessions.create("first", memory="what is known " * 20))
     else:
-        asyncio.run(store.keep_response(StoredResponse(id="first", body="x" * 2000, memory="m" * 400), "first"))
+        asyncio.run(store.responses.keep(StoredResponse(id="first", body="x" * 2000, memory="m" * 400), "first"))
     with sqlite3.connect(folder / "state.db") as database:  # copies of one row: one by one they would take minutes
         (row,) = database.execute(f"SELECT * FROM {table}")
         copies = [(f"copy-{number}", f"owner {number // 900}", *row[2:]) for number in range(count)]

@@ -19,9 +19,11 @@ _MOVES = {
     ("mempipe.serve", "mempipe.answers"): "answering api attempt_events conversation replies",
     ("mempipe.serve.answers", "mempipe.answers"): "answering api attempt_events conversation corpus replies same_index",
     ("mempipe.serve", "mempipe.serve.http"): "errors front gate keys",
-    ("mempipe.serve", "mempipe.serve.requests"): "answer_jobs calls event_stream journal store",
-    ("mempipe.serve.answers", "mempipe.serve.requests"): "answer_jobs calls event_stream idempotency journal reserve "
-    "store",
+    ("mempipe.serve", "mempipe.serve.requests"): "answer_jobs calls event_stream journal",
+    ("mempipe.serve", "mempipe.serve.state"): "store",
+    ("mempipe.serve.requests", "mempipe.serve.state"): "reserve store",
+    ("mempipe.serve.answers", "mempipe.serve.state"): "reserve store",
+    ("mempipe.serve.answers", "mempipe.serve.requests"): "answer_jobs calls event_stream idempotency journal",
     ("mempipe.serve", "mempipe.serve.replicas"): "agent_replica generator_replica prometheus retriever_replica traces",
     ("mempipe.serve", "mempipe.openai_api"): "chat_api",
     ("mempipe.serve.openai", "mempipe.openai_api"): "chat_api chat_reading chat_writing completions_api fields "

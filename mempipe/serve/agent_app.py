@@ -26,12 +26,12 @@ from mempipe.serve.http.probes import SharedHealth
 from mempipe.serve.requests.answer_jobs import AnswerJobs
 from mempipe.serve.requests.idempotency import Idempotency
 from mempipe.serve.requests.journal import Journal, Metrics, NoMetrics
-from mempipe.serve.requests.store import Store
 from mempipe.serve.routes import answers, chat, completions, documents, operations, page, responses, sessions
 from mempipe.serve.routes import corpus as corpora
 from mempipe.serve.routes.documented import leave_out_422
 from mempipe.serve.routes.mcp import add_mcp
 from mempipe.serve.routes.parts import Health, Parts
+from mempipe.serve.state.store import Store
 
 AGENT = (answers, chat, completions, responses, sessions, documents, corpora)
 ROUTERS = [each.router for each in (*AGENT, operations, page)]
@@ -69,7 +69,7 @@ def make_app(
         include_reasoning=config.include_reasoning,
         corpus=searched or CorpusReply(),
     )
-    app.add_middleware(Idempotency, store=store)
+    app.add_middleware(Idempotency, replies=store.replies)
     _add_limits(app, config, keys)
     app.add_middleware(Journal, metrics=metrics)
     app.add_middleware(Heads)

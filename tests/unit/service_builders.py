@@ -29,7 +29,7 @@ from mempipe.loader import load_config
 from mempipe.serve.agent_app import make_app
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.keys import KeyRecord, KeyRing
-from mempipe.serve.requests.store import Store
+from mempipe.serve.state.store import Store
 from mempipe.types import Completion, FinishReason, SearchResult
 from mempipe.user_code import load_user_object
 

@@ -39,7 +39,7 @@ from mempipe.loader import load_config
 from mempipe.rollout import make_agent
 from mempipe.serve.http.keys import new_key
 from mempipe.serve.requests.journal import route_of
-from mempipe.serve.requests.store import Store
+from mempipe.serve.state.replies import Replies
 from mempipe.types import SearchResult
 
 PROMPTS = Path(__file__).parents[2] / "mempipe" / "agents" / "prompts"
@@ -644,7 +644,7 @@ def test_a_session_is_free_when_its_question_was_hung_up_at_any_time(service):
 async def test_a_job_that_is_never_run_frees_its_session(tokenizer, tmp_path):
     service = build_service(tokenizer, tmp_path)
     parts = service.app.state.parts
-    session = (await parts.store.create_session("ann")).id
+    session = (await parts.store.sessions.create("ann")).id
     asked = AnswerRequest(question=TWO_HOPS.text, session=session)
     job = await parts.jobs.plan(asked, owner="ann", request_id="1")
     with pytest.raises(ApiError):
@@ -695,13 +695,13 @@ def test_a_post_that_is_sent_again_with_its_key_is_answered_once(service):
 
 
 def test_a_reply_that_was_read_is_kept_already(service, monkeypatch):
-    end_reply = Store.end_reply
+    end = Replies.end
 
-    async def late(self: Store, *arguments: Any) -> None:
+    async def late(self: Replies, *arguments: Any) -> None:
         await asyncio.sleep(0.2)
-        await end_reply(self, *arguments)
+        await end(self, *arguments)
 
-    monkeypatch.setattr(Store, "end_reply", late)
+    monkeypatch.setattr(Replies, "end", late)
     for body in {"question": TWO_HOPS.text}, {"question": TWO_HOPS.text, "stream": True}:
         headers = {"idempotency-key": f"k{len(body)}"}
         first, again = (httpx.post(f"{service.url}/v1/answer", json=body, headers=headers) for _ in range(2))

@@ -20,7 +20,8 @@ from mempipe.openai_api.completions_api import CompletionRequest
 from mempipe.openai_api.responses_api import InputItem, ResponseRequest
 from mempipe.openai_api.responses_reading import read_items, read_response
 from mempipe.serve.http.keys import new_key
-from mempipe.serve.requests.store import Store, StoredResponse
+from mempipe.serve.state.responses import StoredResponse
+from mempipe.serve.state.store import Store
 
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]
@@ -481,9 +482,9 @@ def test_foreign_items_are_history_and_what_is_not_read_is_listed():
 async def test_old_responses_make_room(tmp_path):
     store = Store(tmp_path / "service.sqlite", lifetime_s=60, max_items=3)
     for i in range(5):
-        await store.keep_response(StoredResponse(id=f"resp_{i}", body="{}", memory=""), "ann")
-    await store.keep_response(StoredResponse(id="resp_of_bob", body="{}", memory=""), "bob")
-    with store._open() as database:
+        await store.responses.keep(StoredResponse(id=f"resp_{i}", body="{}", memory=""), "ann")
+    await store.responses.keep(StoredResponse(id="resp_of_bob", body="{}", memory=""), "bob")
+    with store.database.open() as database:
         kept = [row["id"] for row in database.execute("SELECT id FROM responses WHERE owner='ann' ORDER BY id")]
     assert kept == ["resp_2", "resp_3", "resp_4"]
 

@@ -18,8 +18,10 @@ import pytest
 from machine import may_mount, small_disk
 
 from mempipe.answers.errors import ApiError
-from mempipe.serve.requests.reserve import Reserve
-from mempipe.serve.requests.store import Store, StoredReply, StoredResponse
+from mempipe.serve.state.replies import StoredReply
+from mempipe.serve.state.reserve import Reserve
+from mempipe.serve.state.responses import StoredResponse
+from mempipe.serve.state.store import Store
 from mempipe.settings import ConfigError
 
 
@@ -31,7 +33,7 @@ def open_store(folder, **limits) -> Store:
 def later(monkeypatch) -> Callable[[float], None]:
     """Moves the store's time on by that many seconds; it stands still otherwise."""
     clock = SimpleNamespace(now=1e9)
-    monkeypatch.setattr("mempipe.serve.requests.store.time", SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr("mempipe.serve.state.database.time", SimpleNamespace(time=lambda: clock.now))
     return lambda seconds: setattr(clock, "now", clock.now + seconds)
 
 
@@ -42,119 +44,121 @@ async def refused(call) -> int:
 
 
 async def test_a_session_keeps_its_memory_over_a_restart(tmp_path):
-    session = await open_store(tmp_path).create_session("ann")
+    session = await open_store(tmp_path).sessions.create("ann")
     assert (session.memory, session.num_questions) == ("", 0)
     store = open_store(tmp_path)
-    assert (await store.claim(session.id, "ann", for_s=5)).memory == ""
-    await store.release(session.id, "Paris is the capital")
-    again = await open_store(tmp_path).session(session.id, "ann")
+    assert (await store.sessions.claim(session.id, "ann", for_s=5)).memory == ""
+    await store.sessions.release(session.id, "Paris is the capital")
+    again = await open_store(tmp_path).sessions.get(session.id, "ann")
     assert (again.memory, again.num_questions) == ("Paris is the capital", 1)
-    assert [each.id for each in await store.sessions("ann", limit=9)] == [session.id]
+    assert [each.id for each in await store.sessions.of_owner("ann", limit=9)] == [session.id]
 
 
 async def test_sessions_are_listed_in_the_order_of_their_creation(tmp_path, later):
     store, ids = open_store(tmp_path), list[str]()
     for _ in range(3):  # two at the same time each
-        ids += sorted([(await store.create_session("ann")).id, (await store.create_session("ann")).id])
+        ids += sorted([(await store.sessions.create("ann")).id, (await store.sessions.create("ann")).id])
         later(1)
-    await store.create_session("bob")
+    await store.sessions.create("bob")
 
     async def found(**asked) -> list[str]:
-        return [each.id for each in await store.sessions("ann", **asked)]
+        return [each.id for each in await store.sessions.of_owner("ann", **asked)]
 
     assert await found(limit=9) == ids
     assert await found(limit=3, after=ids[0]) == ids[1:4]
     assert await found(limit=2, after=ids[3], newest_first=True) == [ids[2], ids[1]]
-    await store.delete_session(ids[1], "ann")
+    await store.sessions.delete(ids[1], "ann")
     assert await refused(found(limit=2, after=ids[1])) == 400
 
 
 async def test_a_session_is_changed_between_questions_only(tmp_path):
     store = open_store(tmp_path, max_owner_bytes=20)
-    session = await store.create_session("ann", memory="a")
-    await store.claim(session.id, "ann", for_s=60)
-    assert await refused(store.change_session(session.id, "ann", metadata="{}")) == 409
-    await store.release(session.id, "b")
-    changed = await store.change_session(session.id, "ann", metadata="{}", noted=lambda memory: f"{memory}c")
+    session = await store.sessions.create("ann", memory="a")
+    await store.sessions.claim(session.id, "ann", for_s=60)
+    assert await refused(store.sessions.change(session.id, "ann", metadata="{}")) == 409
+    await store.sessions.release(session.id, "b")
+    changed = await store.sessions.change(session.id, "ann", metadata="{}", noted=lambda memory: f"{memory}c")
     assert (changed.memory, changed.metadata, changed.num_questions) == ("bc", "{}", 1)
-    assert await store.session(session.id, "ann") == changed
-    assert await refused(store.change_session(session.id, "ann", noted=lambda memory: "x" * 19)) == 429
-    assert await refused(store.change_session(session.id, "bob", metadata="")) == 404
+    assert await store.sessions.get(session.id, "ann") == changed
+    assert await refused(store.sessions.change(session.id, "ann", noted=lambda memory: "x" * 19)) == 429
+    assert await refused(store.sessions.change(session.id, "bob", metadata="")) == 404
 
 
 async def test_one_question_at_a_time_and_a_lost_one_lets_go(tmp_path, later):
     store = open_store(tmp_path)
-    session = await store.create_session("ann")
-    await store.claim(session.id, "ann", for_s=0.2)
-    assert await refused(store.claim(session.id, "ann", for_s=5)) == 409
+    session = await store.sessions.create("ann")
+    await store.sessions.claim(session.id, "ann", for_s=0.2)
+    assert await refused(store.sessions.claim(session.id, "ann", for_s=5)) == 409
     later(0.25)
-    await store.claim(session.id, "ann", for_s=5)
-    await store.release(session.id, None)
-    unanswered = await store.claim(session.id, "ann", for_s=5)
+    await store.sessions.claim(session.id, "ann", for_s=5)
+    await store.sessions.release(session.id, None)
+    unanswered = await store.sessions.claim(session.id, "ann", for_s=5)
     assert (unanswered.memory, unanswered.num_questions) == ("", 0)
 
 
 async def test_only_one_of_many_gets_a_session(tmp_path):
     store = open_store(tmp_path)
-    session = await store.create_session("ann")
-    claims = await asyncio.gather(*(store.claim(session.id, "ann", for_s=5) for _ in range(8)), return_exceptions=True)
+    session = await store.sessions.create("ann")
+    claims = await asyncio.gather(
+        *(store.sessions.claim(session.id, "ann", for_s=5) for _ in range(8)), return_exceptions=True
+    )
     assert sum(not isinstance(claim, ApiError) for claim in claims) == 1
 
 
 async def test_what_is_anothers_is_not_there(tmp_path):
     store = open_store(tmp_path)
-    session, document = await store.create_session("ann"), await store.create_document("ann")
+    session, document = await store.sessions.create("ann"), await store.documents.create("ann")
     for call in (
-        store.session(session.id, "bob"),
-        store.claim(session.id, "bob", for_s=1),
-        store.delete_session(session.id, "bob"),
-        store.append(document.id, "bob", b"x", start=None),
-        store.text(document.id, "bob"),
-        store.delete_document(document.id, "bob"),
-        store.session("session-none", "ann"),
+        store.sessions.get(session.id, "bob"),
+        store.sessions.claim(session.id, "bob", for_s=1),
+        store.sessions.delete(session.id, "bob"),
+        store.documents.append(document.id, "bob", b"x", start=None),
+        store.documents.text(document.id, "bob"),
+        store.documents.delete(document.id, "bob"),
+        store.sessions.get("session-none", "ann"),
     ):
         assert await refused(call) == 404
-    assert await store.sessions("bob", limit=9) == []
-    await store.delete_session(session.id, "ann")
-    assert await refused(store.session(session.id, "ann")) == 404
+    assert await store.sessions.of_owner("bob", limit=9) == []
+    await store.sessions.delete(session.id, "ann")
+    assert await refused(store.sessions.get(session.id, "ann")) == 404
 
 
 async def test_what_has_expired_is_gone_and_makes_room(tmp_path, later):
     store = open_store(tmp_path, lifetime_s=0.1, max_items=2)
-    session = await store.create_session("ann")
-    await store.create_session("ann")
-    assert await refused(store.create_session("ann")) == 429
-    await store.create_session("bob")
+    session = await store.sessions.create("ann")
+    await store.sessions.create("ann")
+    assert await refused(store.sessions.create("ann")) == 429
+    await store.sessions.create("bob")
     later(0.15)
-    assert await refused(store.session(session.id, "ann")) == 404
-    assert await store.sessions("ann", limit=9) == []
-    await store.create_session("ann")
+    assert await refused(store.sessions.get(session.id, "ann")) == 404
+    assert await store.sessions.of_owner("ann", limit=9) == []
+    await store.sessions.create("ann")
 
 
 async def test_a_document_is_the_sum_of_its_pieces_wherever_they_were_cut(tmp_path):
     text = "Ein Märchen 🦙 \r\n" * 50
     store, content = open_store(tmp_path), text.encode()
-    document = await store.create_document("ann")
+    document = await store.documents.create("ann")
     for start in range(0, len(content), 7):
-        document = await store.append(document.id, "ann", content[start : start + 7], start=start)
+        document = await store.documents.append(document.id, "ann", content[start : start + 7], start=start)
     assert document.num_bytes == len(content)
-    assert await store.append(document.id, "ann", content[7:14], start=7) == document  # sent again
-    assert await refused(store.append(document.id, "ann", b"other", start=7)) == 409
-    assert await refused(store.append(document.id, "ann", b"x", start=len(content) + 1)) == 409
-    assert await store.text(document.id, "ann") == text
-    await store.delete_document(document.id, "ann")
-    with store._open() as database:
+    assert await store.documents.append(document.id, "ann", content[7:14], start=7) == document  # sent again
+    assert await refused(store.documents.append(document.id, "ann", b"other", start=7)) == 409
+    assert await refused(store.documents.append(document.id, "ann", b"x", start=len(content) + 1)) == 409
+    assert await store.documents.text(document.id, "ann") == text
+    await store.documents.delete(document.id, "ann")
+    with store.database.open() as database:
         assert database.execute("SELECT COUNT(*) FROM pieces").fetchone()[0] == 0
 
 
 async def test_a_long_document_is_in_memory_once(tmp_path):
     store, piece = open_store(tmp_path), b"a word " * 10_000
-    document = await store.create_document("ann")
+    document = await store.documents.create("ann")
     for _ in range(100):
-        document = await store.append(document.id, "ann", piece, start=None)
+        document = await store.documents.append(document.id, "ann", piece, start=None)
     tracemalloc.start()
     try:
-        text = await store.text(document.id, "ann")
+        text = await store.documents.text(document.id, "ann")
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
@@ -168,21 +172,21 @@ async def test_a_long_document_is_in_memory_once(tmp_path):
 )
 async def test_the_byte_that_is_not_utf_8_is_named_wherever_the_document_was_cut(tmp_path, pieces, byte):
     store = open_store(tmp_path)
-    document = await store.create_document("ann")
+    document = await store.documents.create("ann")
     for piece in pieces:
-        await store.append(document.id, "ann", piece, start=None)
+        await store.documents.append(document.id, "ann", piece, start=None)
     with pytest.raises(ApiError, match=f"not UTF-8: byte {byte}$"):
-        await store.text(document.id, "ann")
+        await store.documents.text(document.id, "ann")
 
 
 async def test_a_document_too_long_or_of_no_text_is_refused(tmp_path):
     store = open_store(tmp_path, max_document_bytes=4)
-    document = await store.create_document("ann")
-    assert await refused(store.append(document.id, "ann", b"12345", start=None)) == 413
-    await store.append(document.id, "ann", b"ab\xc3", start=None)  # the half of a letter
-    assert await refused(store.text(document.id, "ann")) == 400
-    await store.append(document.id, "ann", b"x", start=None)
-    assert await refused(store.text(document.id, "ann")) == 400
+    document = await store.documents.create("ann")
+    assert await refused(store.documents.append(document.id, "ann", b"12345", start=None)) == 413
+    await store.documents.append(document.id, "ann", b"ab\xc3", start=None)  # the half of a letter
+    assert await refused(store.documents.text(document.id, "ann")) == 400
+    await store.documents.append(document.id, "ann", b"x", start=None)
+    assert await refused(store.documents.text(document.id, "ann")) == 400
 
 
 def test_a_folder_that_cannot_hold_it_is_named(tmp_path):
@@ -193,18 +197,18 @@ def test_a_folder_that_cannot_hold_it_is_named(tmp_path):
 
 async def test_a_session_is_free_as_soon_as_the_process_that_held_it_is_gone(tmp_path):
     store = open_store(tmp_path)
-    session = await store.create_session("ann")
-    await store.claim(session.id, "ann", for_s=300)
+    session = await store.sessions.create("ann")
+    await store.sessions.claim(session.id, "ann", for_s=300)
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    with store._open() as database:
+    with store.database.open() as database:
         holder = f"{ended.pid}:1.0"
         database.execute("UPDATE sessions SET holder=?", (holder,))
-    assert (await store.claim(session.id, "ann", for_s=300)).id == session.id
-    assert await refused(store.claim(session.id, "ann", for_s=300)) == 409
-    with store._open() as database:  # another process has the number now
+    assert (await store.sessions.claim(session.id, "ann", for_s=300)).id == session.id
+    assert await refused(store.sessions.claim(session.id, "ann", for_s=300)) == 409
+    with store.database.open() as database:  # another process has the number now
         database.execute("UPDATE sessions SET holder=?", (f"{os.getpid()}:1.0",))
-    assert (await store.claim(session.id, "ann", for_s=300)).id == session.id
+    assert (await store.sessions.claim(session.id, "ann", for_s=300)).id == session.id
 
 
 async def test_a_database_of_an_earlier_version_is_opened(tmp_path):
@@ -216,9 +220,9 @@ async def test_a_database_of_an_earlier_version_is_opened(tmp_path):
             "INSERT INTO sessions VALUES ('session-1', 'ann', 'Zürich', 1, 0, 1e12, 0)"
         )
     store = open_store(tmp_path, max_owner_bytes=10)
-    assert (await store.claim("session-1", "ann", for_s=5)).memory == "Zürich"
-    assert await refused(store.create_session("ann", memory="1234")) == 429  # its seven bytes count
-    await store.create_session("ann", memory="123")
+    assert (await store.sessions.claim("session-1", "ann", for_s=5)).memory == "Zürich"
+    assert await refused(store.sessions.create("ann", memory="1234")) == 429  # its seven bytes count
+    await store.sessions.create("ann", memory="123")
 
 
 @pytest.mark.parametrize("table", ["sessions", "documents", "responses", "replies"])
@@ -233,25 +237,29 @@ def test_no_statement_reads_every_row_of_a_table(tmp_path, table):
 
 async def test_memories_count_as_documents_do(tmp_path):
     store = open_store(tmp_path, max_owner_bytes=100, max_bytes=150)
-    mine, document = await store.create_session("ann", memory="x" * 60), await store.create_document("ann")
-    assert await refused(store.create_session("ann", memory="ü" * 21)) == 429
-    assert await refused(store.append(document.id, "ann", b"x" * 41, start=None)) == 429
-    assert await refused(store.create_session("bob", memory="x" * 91)) == 503
-    await store.claim(mine.id, "ann", for_s=5)
-    await store.release(mine.id, "ü" * 45)
-    assert await refused(store.append(document.id, "ann", b"x" * 11, start=None)) == 429
-    await store.claim(mine.id, "ann", for_s=5)
-    await store.release(mine.id, "x" * 101)  # the question was answered, so its memory is kept
-    assert (await store.session(mine.id, "ann")).memory == "x" * 101
-    for call in (store.claim(mine.id, "ann", for_s=5), store.create_session("ann"), store.create_document("ann")):
+    mine, document = await store.sessions.create("ann", memory="x" * 60), await store.documents.create("ann")
+    assert await refused(store.sessions.create("ann", memory="ü" * 21)) == 429
+    assert await refused(store.documents.append(document.id, "ann", b"x" * 41, start=None)) == 429
+    assert await refused(store.sessions.create("bob", memory="x" * 91)) == 503
+    await store.sessions.claim(mine.id, "ann", for_s=5)
+    await store.sessions.release(mine.id, "ü" * 45)
+    assert await refused(store.documents.append(document.id, "ann", b"x" * 11, start=None)) == 429
+    await store.sessions.claim(mine.id, "ann", for_s=5)
+    await store.sessions.release(mine.id, "x" * 101)  # the question was answered, so its memory is kept
+    assert (await store.sessions.get(mine.id, "ann")).memory == "x" * 101
+    for call in (
+        store.sessions.claim(mine.id, "ann", for_s=5),
+        store.sessions.create("ann"),
+        store.documents.create("ann"),
+    ):
         assert await refused(call) == 429
-    await store.delete_session(mine.id, "ann")
-    await store.append(document.id, "ann", b"x" * 100, start=None)
+    await store.sessions.delete(mine.id, "ann")
+    await store.documents.append(document.id, "ann", b"x" * 100, start=None)
 
 
 async def answered(store: Store, key: str, body: bytes = b"", owner: str = "ann") -> None:
-    assert await store.begin_reply(owner, key, key[0]) is None
-    await store.end_reply(owner, key, StoredReply(status=200, headers=[["a", "b"]], body=body))
+    assert await store.replies.begin(owner, key, key[0]) is None
+    await store.replies.end(owner, key, StoredReply(status=200, headers=[["a", "b"]], body=body))
 
 
 async def test_of_the_replies_of_an_owner_the_newest_are_kept(tmp_path, later):
@@ -259,13 +267,13 @@ async def test_of_the_replies_of_an_owner_the_newest_are_kept(tmp_path, later):
     for number in range(5):
         later(1)
         await answered(store, str(number))
-    assert await store.begin_reply("ann", "5", "5") is None  # replies 3 and 4 are left
-    assert (await store.begin_reply("ann", "4", "4")) is not None
-    assert await store.begin_reply("ann", "2", "2") is None
-    assert await store.begin_reply("ann", "3", "3") is None
-    assert await refused(store.begin_reply("ann", "6", "6")) == 429  # 5, 2 and 3 are in progress
+    assert await store.replies.begin("ann", "5", "5") is None  # replies 3 and 4 are left
+    assert (await store.replies.begin("ann", "4", "4")) is not None
+    assert await store.replies.begin("ann", "2", "2") is None
+    assert await store.replies.begin("ann", "3", "3") is None
+    assert await refused(store.replies.begin("ann", "6", "6")) == 429  # 5, 2 and 3 are in progress
     await answered(store, "6", owner="bob")
-    await store.end_reply("ann", "5", None)
+    await store.replies.end("ann", "5", None)
     await answered(store, "6")
 
 
@@ -273,65 +281,65 @@ async def test_the_same_key_of_two_owners_has_the_reply_of_each(tmp_path):
     store = open_store(tmp_path)
     for owner in ("ann", "bob"):
         await answered(store, "key", owner.encode(), owner=owner)
-    assert await store.begin_reply("eve", "key", "k") is None
-    await store.end_reply("eve", "key", None)
+    assert await store.replies.begin("eve", "key", "k") is None
+    await store.replies.end("eve", "key", None)
     for owner in ("ann", "bob"):
-        reply = await store.begin_reply(owner, "key", "k")
+        reply = await store.replies.begin(owner, "key", "k")
         assert reply is not None and reply.body == owner.encode()
 
 
 async def test_a_reply_counts_with_its_key_and_headers_and_older_ones_make_room(tmp_path, later, monkeypatch):
     store = open_store(tmp_path, max_owner_bytes=1000)
-    document = await store.create_document("ann")
-    await store.append(document.id, "ann", b"x" * 500, start=None)
+    document = await store.documents.create("ann")
+    await store.documents.append(document.id, "ann", b"x" * 500, start=None)
     await answered(store, "a" * 200)
-    assert await refused(store.append(document.id, "ann", b"x" * 300, start=None)) == 429
+    assert await refused(store.documents.append(document.id, "ann", b"x" * 300, start=None)) == 429
     later(1)
     await answered(store, "b" * 200, b"x" * 200)
-    assert (await store.begin_reply("ann", "b" * 200, "b")) is not None
+    assert (await store.replies.begin("ann", "b" * 200, "b")) is not None
     later(1)
     await answered(store, "c", b"x" * 600)  # too long beside the document: it is not kept, and the others are
-    assert (await store.begin_reply("ann", "b" * 200, "b")) is not None
+    assert (await store.replies.begin("ann", "b" * 200, "b")) is not None
     later(1)
     await answered(store, "d" * 100, b"x" * 200)
-    assert await store.begin_reply("ann", "b" * 200, "b" * 10) is None
-    assert await refused(store.begin_reply("ann", "e" * 255, "e" * 255)) == 429
-    monkeypatch.setattr("mempipe.serve.requests.store.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
-    assert await refused(store.begin_reply("bob", "a", "a")) == 503
+    assert await store.replies.begin("ann", "b" * 200, "b" * 10) is None
+    assert await refused(store.replies.begin("ann", "e" * 255, "e" * 255)) == 429
+    monkeypatch.setattr("mempipe.serve.state.database.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    assert await refused(store.replies.begin("bob", "a", "a")) == 503
 
 
 async def test_an_owner_keeps_so_many_bytes_and_all_together_so_many(tmp_path):
     store = open_store(tmp_path, max_owner_bytes=100, max_bytes=150)
-    mine, others = await store.create_document("ann"), await store.create_document("bob")
-    await store.append(mine.id, "ann", b"x" * 90, start=None)
-    assert await refused(store.append(mine.id, "ann", b"x" * 11, start=None)) == 429
-    assert await refused(store.append(others.id, "bob", b"x" * 70, start=None)) == 503
-    await store.append(others.id, "bob", b"x" * 60, start=None)
-    await store.delete_document(mine.id, "ann")
-    again = await store.create_document("ann")
-    await store.append(again.id, "ann", b"x" * 40, start=None)
+    mine, others = await store.documents.create("ann"), await store.documents.create("bob")
+    await store.documents.append(mine.id, "ann", b"x" * 90, start=None)
+    assert await refused(store.documents.append(mine.id, "ann", b"x" * 11, start=None)) == 429
+    assert await refused(store.documents.append(others.id, "bob", b"x" * 70, start=None)) == 503
+    await store.documents.append(others.id, "bob", b"x" * 60, start=None)
+    await store.documents.delete(mine.id, "ann")
+    again = await store.documents.create("ann")
+    await store.documents.append(again.id, "ann", b"x" * 40, start=None)
     for name, kept in (("1", True), ("2", True), ("3", False)):  # the oldest response makes room, documents do not
         body = "x" * (50 if name != "3" else 70)
-        assert await store.keep_response(StoredResponse(id=name, body=body, memory=""), "ann") is kept
-    assert await refused(store.response("1", "ann")) == 404
+        assert await store.responses.keep(StoredResponse(id=name, body=body, memory=""), "ann") is kept
+    assert await refused(store.responses.get("1", "ann")) == 404
 
 
 async def test_nothing_that_grows_is_taken_when_the_disk_is_nearly_full_and_deletes_work(tmp_path, monkeypatch):
     store = open_store(tmp_path)
-    document, session = await store.create_document("ann"), await store.create_session("ann")
-    await store.append(document.id, "ann", b"x", start=None)
-    monkeypatch.setattr("mempipe.serve.requests.store.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
-    for call in (store.append(document.id, "ann", b"y", start=None), store.create_session("ann")):
+    document, session = await store.documents.create("ann"), await store.sessions.create("ann")
+    await store.documents.append(document.id, "ann", b"x", start=None)
+    monkeypatch.setattr("mempipe.serve.state.database.shutil.disk_usage", lambda _: SimpleNamespace(free=2**20))
+    for call in (store.documents.append(document.id, "ann", b"y", start=None), store.sessions.create("ann")):
         assert await refused(call) == 503
-    await store.claim(session.id, "ann", for_s=5)
-    await store.release(session.id, "known")
-    await store.delete_document(document.id, "ann")
+    await store.sessions.claim(session.id, "ann", for_s=5)
+    await store.sessions.release(session.id, "known")
+    await store.documents.delete(document.id, "ann")
 
 
 async def test_on_a_full_disk_deletes_use_the_reserve(tmp_path, monkeypatch):
     store = open_store(tmp_path)
-    document, session = await store.create_document("ann"), await store.create_session("ann")
-    once, reserve = store._once, tmp_path / "reserve"
+    document, session = await store.documents.create("ann"), await store.sessions.create("ann")
+    once, reserve = store.database._once, tmp_path / "reserve"
 
     def on_a_full_disk(work):
         if reserve.exists():
@@ -340,12 +348,12 @@ async def test_on_a_full_disk_deletes_use_the_reserve(tmp_path, monkeypatch):
             raise error
         return once(work)
 
-    monkeypatch.setattr(store, "_once", on_a_full_disk)
+    monkeypatch.setattr(store.database, "_once", on_a_full_disk)
     assert reserve.stat().st_size == 4 * 2**20
-    assert await refused(store.append(document.id, "ann", b"x", start=None)) == 503
-    await store.delete_document(document.id, "ann")
-    await store.claim(session.id, "ann", for_s=5)
-    await store.release(session.id, None)
+    assert await refused(store.documents.append(document.id, "ann", b"x", start=None)) == 503
+    await store.documents.delete(document.id, "ann")
+    await store.sessions.claim(session.id, "ann", for_s=5)
+    await store.sessions.release(session.id, None)
     assert reserve.exists()
 
 
@@ -362,25 +370,28 @@ def fill(disk: Path) -> None:
 
 @pytest.mark.skipif(not may_mount(), reason="this user may not mount a disk")
 async def test_deletes_and_questions_go_on_however_long_the_disk_stays_full(tmp_path, monkeypatch):
-    monkeypatch.setattr("mempipe.serve.requests.store._LEAST_FREE", 0)
+    monkeypatch.setattr("mempipe.serve.state.database._LEAST_FREE", 0)
     with small_disk(tmp_path / "disk", megabytes=12) as disk:
         store = open_store(disk)
-        session, *documents = [await store.create_session("ann"), *[await store.create_document("ann") for _ in "123"]]
+        session, *documents = [
+            await store.sessions.create("ann"),
+            *[await store.documents.create("ann") for _ in "123"],
+        ]
         for document in documents:
-            await store.append(document.id, "ann", bytes(500_000), start=None)
+            await store.documents.append(document.id, "ann", bytes(500_000), start=None)
         for document in documents:
             fill(disk)
-            assert await refused(store.append(document.id, "ann", bytes(500_000), start=None)) == 503
+            assert await refused(store.documents.append(document.id, "ann", bytes(500_000), start=None)) == 503
             for call in (
-                store.claim(session.id, "ann", for_s=5),
-                store.release(session.id, document.id),
-                store.delete_document(document.id, "ann"),
+                store.sessions.claim(session.id, "ann", for_s=5),
+                store.sessions.release(session.id, document.id),
+                store.documents.delete(document.id, "ann"),
             ):
                 fill(disk)
                 await call
-        assert (await store.session(session.id, "ann")).memory == documents[-1].id
+        assert (await store.sessions.get(session.id, "ann")).memory == documents[-1].id
         (disk / "filler").unlink()
-        await store.create_document("ann")
+        await store.documents.create("ann")
 
 
 def test_the_reserve_is_filled_as_far_as_the_disk_allows_and_later_to_its_end(tmp_path):

@@ -129,11 +129,11 @@ def _add_ask(server: MCPServer, parts: Parts) -> None:
         asked = AnswerRequest(question=question, session=session, document=document, partition=partition)
         if session != NEW_SESSION:
             return await _answered(parts, asked, ctx)
-        begun = (await parts.store.create_session(_owner(ctx))).id
+        begun = (await parts.store.sessions.create(_owner(ctx))).id
         try:
             return await _answered(parts, asked.model_copy(update={"session": begun}), ctx)
         except BaseException:  # the caller does not learn of the session
-            await asyncio.shield(parts.store.delete_session(begun, _owner(ctx)))
+            await asyncio.shield(parts.store.sessions.delete(begun, _owner(ctx)))
             raise
 
 
@@ -164,12 +164,12 @@ def _add_documents(server: MCPServer, parts: Parts) -> None:
         the others add to it."""
         owner, begun = _owner(ctx), None
         if document is None:
-            document = begun = (await parts.store.create_document(owner)).id
+            document = begun = (await parts.store.documents.create(owner)).id
         try:
-            stored = await parts.store.append(document, owner, replace_surrogates(text).encode(), start=None)
+            stored = await parts.store.documents.append(document, owner, replace_surrogates(text).encode(), start=None)
         except BaseException:
             if begun is not None:
-                await asyncio.shield(parts.store.delete_document(begun, owner))
+                await asyncio.shield(parts.store.documents.delete(begun, owner))
             raise
         return UploadedDocument(document=stored.id, num_bytes=stored.num_bytes)
 
@@ -181,7 +181,7 @@ def _add_documents(server: MCPServer, parts: Parts) -> None:
         num_chars: Annotated[int, Field(ge=1, le=MAX_PIECE_CHARS)] = 10_000,
     ) -> DocumentPiece:
         """Returns a piece of an uploaded document."""
-        text = await parts.store.text(document, _owner(ctx))
+        text = await parts.store.documents.text(document, _owner(ctx))
         end = start + num_chars
         return DocumentPiece(text=text[start:end], next_start=end if end < len(text) else None, num_chars=len(text))
 

@@ -24,8 +24,8 @@ from mempipe.serve.replicas.prometheus import PrometheusMetrics
 from mempipe.serve.replicas.traces import SampledTraces
 from mempipe.serve.requests import journal
 from mempipe.serve.requests.calls import EndpointEngine, ServedEngine, ServedRetriever
-from mempipe.serve.requests.store import Store
 from mempipe.serve.served_run import resolve, searched_by
+from mempipe.serve.state.store import Store
 from mempipe.settings import ConfigError
 from mempipe.types import SearchResult
 

@@ -11,7 +11,8 @@ from mempipe.answers.answering import Answering, Plan
 from mempipe.answers.api import AnswerReply, AnswerRequest
 from mempipe.answers.attempt_events import Emit
 from mempipe.serve.requests.journal import Metrics
-from mempipe.serve.requests.store import Session, Store
+from mempipe.serve.state.sessions import Session
+from mempipe.serve.state.store import Store
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -42,14 +43,14 @@ class AnswerJobs:
         """
         text = asked.text or ""
         if asked.document is not None:
-            text = await self._store.text(asked.document, owner)
+            text = await self._store.documents.text(asked.document, owner)
         if asked.session is None:
             return AnswerJob(await self._answering.plan(asked, text=text, memory=history), request_id)
         session = await self._claimed(asked.session, owner)
         try:
             plan = await self._answering.plan(asked, text=text, memory=_joined(session.memory, history))
         except BaseException:  # also a caller that hung up: whoever is not answered leaves the session free
-            await asyncio.shield(self._store.release(session.id, None))
+            await asyncio.shield(self._store.sessions.release(session.id, None))
             raise
         job = AnswerJob(plan, request_id, session.id)
         self._unrun[session.id] = weakref.finalize(job, self._free, session.id)
@@ -58,7 +59,7 @@ class AnswerJobs:
     async def _claimed(self, session: str, owner: str) -> Session:
         """Claims a session. The thread that does so continues after the caller has disconnected, and then the session
         is freed."""
-        claiming = asyncio.ensure_future(self._store.claim(session, owner, for_s=self._claim_s))
+        claiming = asyncio.ensure_future(self._store.sessions.claim(session, owner, for_s=self._claim_s))
         try:
             return await asyncio.shield(claiming)
         except asyncio.CancelledError:
@@ -68,7 +69,7 @@ class AnswerJobs:
     def _free(self, session: str) -> None:
         """Frees a session whose question is not answered, in a separate thread."""
         self._unrun.pop(session, None)
-        threading.Thread(target=self._store.release_now, args=(session, None), daemon=True).start()
+        threading.Thread(target=self._store.sessions.release_now, args=(session, None), daemon=True).start()
 
     async def run(self, job: AnswerJob, emit: Emit | None = None) -> AnswerReply:
         """Plays the job and returns its answer. Frees the job's session, also when there is no answer.
@@ -85,7 +86,7 @@ class AnswerJobs:
             return reply
         finally:
             if job.session is not None:
-                await asyncio.shield(self._store.release(job.session, memory))
+                await asyncio.shield(self._store.sessions.release(job.session, memory))
 
 
 def _joined(memory: str, history: str | None) -> str:

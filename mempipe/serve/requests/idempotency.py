@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
 from mempipe.serve.http.errors import Refusal
-from mempipe.serve.requests.store import Store, StoredReply
+from mempipe.serve.state.replies import Replies, StoredReply
 
 HEADER = "idempotency-key"
 REPLAYED = "idempotent-replayed"
@@ -30,9 +30,9 @@ class Idempotency:
     who has read it and sends the request again gets it.
     """
 
-    def __init__(self, app: ASGIApp, *, store: Store) -> None:
+    def __init__(self, app: ASGIApp, *, replies: Replies) -> None:
         self._app = app
-        self._store = store
+        self._replies = replies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         key = Headers(scope=scope).get(HEADER) if scope["type"] == "http" and scope["method"] == "POST" else None
@@ -44,7 +44,7 @@ class Idempotency:
         try:
             if not _KEY.fullmatch(key):
                 raise ApiError(400, "Idempotency-Key should be 1 to 255 printable characters without blanks")
-            kept = await self._store.begin_reply(owner, key, hashlib.sha256(asked).hexdigest())
+            kept = await self._replies.begin(owner, key, hashlib.sha256(asked).hexdigest())
         except ApiError as error:
             await Refusal(error)(scope, receive, send)
             return
@@ -64,7 +64,7 @@ class Idempotency:
             await self._app(scope, replay, recorder.send)
         finally:
             with suppress(ApiError):  # on a full disk the request can be sent again under another key
-                await asyncio.shield(self._store.end_reply(owner, key, recorder.reply()))
+                await asyncio.shield(self._replies.end(owner, key, recorder.reply()))
         await recorder.end()
 
 

@@ -19,7 +19,7 @@ _BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {"applica
 @router.post("", responses=OF_A_BODY)
 async def create_document(parts: PartsOfApp, owner: Owner) -> DocumentReply:
     """Begins a document, empty at first."""
-    return DocumentReply(**asdict(await parts.store.create_document(owner)))
+    return DocumentReply(**asdict(await parts.store.documents.create(owner)))
 
 
 @router.post("/{document}/pieces", responses=refusals(404, 409) | OF_A_BODY, openapi_extra=_BYTES)
@@ -27,17 +27,19 @@ async def append(
     document: str, request: Request, parts: PartsOfApp, owner: Owner, start: Start = None
 ) -> DocumentReply:
     """Adds a piece of UTF-8 text, cut anywhere. With `start` a piece that is sent again is not added again."""
-    return DocumentReply(**asdict(await parts.store.append(document, owner, await request.body(), start=start)))
+    return DocumentReply(
+        **asdict(await parts.store.documents.append(document, owner, await request.body(), start=start))
+    )
 
 
 @router.get("/{document}", responses=refusals(404))
 async def document(document: str, parts: PartsOfApp, owner: Owner) -> DocumentReply:
     """Says how much of a document is there."""
-    return DocumentReply(**asdict(await parts.store.document(document, owner)))
+    return DocumentReply(**asdict(await parts.store.documents.get(document, owner)))
 
 
 @router.delete("/{document}", responses=refusals(404))
 async def delete_document(document: str, parts: PartsOfApp, owner: Owner) -> DeletedReply:
     """Deletes a document."""
-    await parts.store.delete_document(document, owner)
+    await parts.store.documents.delete(document, owner)
     return DeletedReply(id=document)

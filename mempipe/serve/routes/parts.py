@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 from mempipe.answers.answering import Answering
 from mempipe.answers.api import CorpusReply
 from mempipe.serve.requests.answer_jobs import AnswerJobs
-from mempipe.serve.requests.store import Store
+from mempipe.serve.state.store import Store
 
 
 class Health(Protocol):

@@ -31,7 +31,6 @@ from mempipe.openai_api.responses_reading import REFERENCE, in_response, read_it
 from mempipe.openai_api.responses_writing import ResponseEvents, begun, finished, of_input, of_memory
 from mempipe.serve.requests.answer_jobs import AnswerJob
 from mempipe.serve.requests.event_stream import event_stream, events
-from mempipe.serve.requests.store import Session, StoredResponse
 from mempipe.serve.routes.documented import (
     ALWAYS,
     ANSWERS,
@@ -43,6 +42,8 @@ from mempipe.serve.routes.documented import (
     refusals,
 )
 from mempipe.serve.routes.parts import Owner, Parts, PartsOfApp, RequestId
+from mempipe.serve.state.responses import StoredResponse
+from mempipe.serve.state.sessions import Session
 
 router = APIRouter(prefix="/v1", tags=["openai"], dependencies=BEARER, responses=ALWAYS)
 _ITEMS = TypeAdapter(list[ItemOfInput])
@@ -82,7 +83,7 @@ async def response(response: str, parts: PartsOfApp, owner: Owner, stream: bool 
     """Shows a stored response, without its trace."""
     if stream:
         raise ApiError(400, "a stored response is not a stream; leave stream out", param="stream")
-    return ResponseReply.model_validate_json((await parts.store.response(response, owner)).body)
+    return ResponseReply.model_validate_json((await parts.store.responses.get(response, owner)).body)
 
 
 @router.get("/responses/{response}/input_items", responses=refusals(404))
@@ -90,14 +91,14 @@ async def input_items(
     response: str, parts: PartsOfApp, owner: Owner, asked: Annotated[PageRequest, Query()]
 ) -> Page[ItemOfInput]:
     """Lists the items of the request that a stored response answers. What came before it is in its memory alone."""
-    stored = await parts.store.response(response, owner)
+    stored = await parts.store.responses.get(response, owner)
     return asked_page(_ITEMS.validate_json(stored.items or "[]"), asked)
 
 
 @router.delete("/responses/{response}", responses=refusals(404))
 async def delete_response(response: str, parts: PartsOfApp, owner: Owner) -> DeletedResponseReply:
     """Deletes a stored response."""
-    await parts.store.delete_response(response, owner)
+    await parts.store.responses.delete(response, owner)
     return DeletedResponseReply(id=response)
 
 
@@ -111,7 +112,7 @@ async def create_conversation(
     """
     asked = asked or ConversationRequest()
     noted, unknown = read_items(asked.items or [])
-    session = await parts.store.create_session(owner, memory=noted(""), metadata=_json(asked.metadata))
+    session = await parts.store.sessions.create(owner, memory=noted(""), metadata=_json(asked.metadata))
     response.headers.update(ignored_header(unknown))
     return _conversation(session)
 
@@ -119,7 +120,7 @@ async def create_conversation(
 @router.get("/conversations/{conversation}", responses=refusals(404))
 async def conversation(conversation: str, parts: PartsOfApp, owner: Owner) -> ConversationReply:
     """Shows a conversation; GET /v1/sessions/{session} shows its memory too."""
-    return _conversation(await parts.store.session(conversation, owner))
+    return _conversation(await parts.store.sessions.get(conversation, owner))
 
 
 @router.post("/conversations/{conversation}", responses=refusals(404, 409) | OF_A_BODY)
@@ -127,7 +128,7 @@ async def update_conversation(
     conversation: str, asked: ConversationUpdate, parts: PartsOfApp, owner: Owner
 ) -> ConversationReply:
     """Replaces the metadata of a conversation."""
-    changed = await parts.store.change_session(conversation, owner, metadata=_json(asked.metadata))
+    changed = await parts.store.sessions.change(conversation, owner, metadata=_json(asked.metadata))
     return _conversation(changed)
 
 
@@ -136,7 +137,7 @@ async def conversation_items(
     conversation: str, parts: PartsOfApp, owner: Owner, asked: Annotated[PageRequest, Query()]
 ) -> Page[ReasoningItem]:
     """Lists the items of a conversation. It keeps a memory in place of its messages, so that is the one item."""
-    session = await parts.store.session(conversation, owner)
+    session = await parts.store.sessions.get(conversation, owner)
     return asked_page(of_memory(session.memory, session.id), asked)
 
 
@@ -151,7 +152,7 @@ async def add_items(conversation: str, asked: ItemsRequest, parts: PartsOfApp, o
     The response header `x-mempipe-ignored` lists items that were sent and have no meaning here.
     """
     noted, unknown = read_items(asked.items)
-    session = await parts.store.change_session(conversation, owner, noted=noted)
+    session = await parts.store.sessions.change(conversation, owner, noted=noted)
     response.headers.update(ignored_header(unknown))
     return asked_page(of_memory(session.memory, session.id), PageRequest())
 
@@ -159,7 +160,7 @@ async def add_items(conversation: str, asked: ItemsRequest, parts: PartsOfApp, o
 @router.delete("/conversations/{conversation}", responses=refusals(404))
 async def delete_conversation(conversation: str, parts: PartsOfApp, owner: Owner) -> DeletedConversationReply:
     """Forgets a conversation."""
-    await parts.store.delete_session(conversation, owner)
+    await parts.store.sessions.delete(conversation, owner)
     return DeletedConversationReply(id=conversation)
 
 
@@ -194,7 +195,7 @@ async def _with_whole_items(asked: ResponseRequest, parts: Parts, owner: str) ->
 async def _items_of(response_id: str, parts: Parts, owner: str) -> dict[str | None, InputItem]:
     """Returns the output items of a stored response by their ids, none where it is not stored."""
     try:
-        stored = await parts.store.response(response_id, owner)
+        stored = await parts.store.responses.get(response_id, owner)
     except ApiError as error:
         if error.status != 404:
             raise
@@ -206,7 +207,7 @@ async def _items_of(response_id: str, parts: Parts, owner: str) -> dict[str | No
 async def _memory_after(response_id: str, parts: Parts, owner: str) -> str:
     """Returns the memory that follows a stored response. Raises ApiError 404."""
     try:
-        return (await parts.store.response(response_id, owner)).memory
+        return (await parts.store.responses.get(response_id, owner)).memory
     except ApiError as error:
         raise ApiError(404, str(error), param="previous_response_id", code="previous_response_not_found") from error
 
@@ -221,7 +222,7 @@ async def _kept(reply: ResponseReply, asked: ResponseRequest, parts: Parts, owne
             memory=reply.mempipe.memory,
             items=_ITEMS.dump_json(of_input(asked.input, reply.id)).decode(),
         )
-        return reply.model_copy(update={"store": await parts.store.keep_response(stored, owner)})
+        return reply.model_copy(update={"store": await parts.store.responses.keep(stored, owner)})
     return reply
 
 

@@ -24,13 +24,13 @@ class SessionsRequest(PageRequest):
 @router.post("", responses=OF_A_BODY)
 async def create_session(parts: PartsOfApp, owner: Owner) -> SessionReply:
     """Begins a conversation: a memory that questions with this `session` start from and leave behind."""
-    return SessionReply(**asdict(await parts.store.create_session(owner)))
+    return SessionReply(**asdict(await parts.store.sessions.create(owner)))
 
 
 @router.get("")
 async def sessions(parts: PartsOfApp, owner: Owner, asked: Annotated[SessionsRequest, Query()]) -> Page[SessionReply]:
     """Lists the caller's conversations, a hundred at once unless told otherwise."""
-    found = await parts.store.sessions(
+    found = await parts.store.sessions.of_owner(
         owner, limit=asked.limit + 1, after=asked.after, newest_first=asked.order == "desc"
     )
     return page_of([SessionReply(**asdict(each)) for each in found], limit=asked.limit)
@@ -39,11 +39,11 @@ async def sessions(parts: PartsOfApp, owner: Owner, asked: Annotated[SessionsReq
 @router.get("/{session}", responses=refusals(404))
 async def session(session: str, parts: PartsOfApp, owner: Owner) -> SessionReply:
     """Shows a conversation with its memory."""
-    return SessionReply(**asdict(await parts.store.session(session, owner)))
+    return SessionReply(**asdict(await parts.store.sessions.get(session, owner)))
 
 
 @router.delete("/{session}", responses=refusals(404))
 async def delete_session(session: str, parts: PartsOfApp, owner: Owner) -> DeletedReply:
     """Forgets a conversation."""
-    await parts.store.delete_session(session, owner)
+    await parts.store.sessions.delete(session, owner)
     return DeletedReply(id=session)

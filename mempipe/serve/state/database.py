@@ -1,0 +1,232 @@
+"""The SQLite file of a service: its tables, its transactions, and how much of it an owner may have.
+
+The file outlives a restart and a lost replica, and replicas on one machine share it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from mempipe.answers.errors import ApiError
+from mempipe.serve.state.reserve import Reserve
+from mempipe.settings import ConfigError
+
+T = TypeVar("T")
+_TABLES = """
+CREATE TABLE IF NOT EXISTS sessions (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, memory TEXT NOT NULL, num_questions INTEGER NOT NULL,
+    created_at REAL NOT NULL, expires_at REAL NOT NULL, busy_until REAL NOT NULL DEFAULT 0
+);
+CREATE TABLE IF NOT EXISTS documents (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, num_bytes INTEGER NOT NULL, created_at REAL NOT NULL,
+    expires_at REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS pieces (
+    document TEXT NOT NULL REFERENCES documents (id) ON DELETE CASCADE, start INTEGER NOT NULL, content BLOB NOT NULL,
+    PRIMARY KEY (document, start)
+);
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, owner TEXT NOT NULL, body TEXT NOT NULL, memory TEXT NOT NULL, num_bytes INTEGER NOT NULL,
+    created_at REAL NOT NULL, expires_at REAL NOT NULL
+);
+CREATE TABLE IF NOT EXISTS replies (
+    owner TEXT NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, holder TEXT NOT NULL, status INTEGER, headers TEXT,
+    body BLOB, num_bytes INTEGER NOT NULL, expires_at REAL NOT NULL, PRIMARY KEY (owner, key)
+);
+"""
+_ADDED = {
+    "sessions": {
+        "holder": ("TEXT NOT NULL DEFAULT ''", "''"),
+        "num_bytes": ("INTEGER NOT NULL DEFAULT 0", "LENGTH(CAST(memory AS BLOB))"),
+        "metadata": ("TEXT NOT NULL DEFAULT ''", "''"),
+    },
+    "responses": {"items": ("TEXT NOT NULL DEFAULT ''", "''")},
+}
+"""Columns that the tables of an earlier version lack: their types, and their values for the rows of that version."""
+_INDEXES = """
+CREATE INDEX IF NOT EXISTS sessions_of_owner ON sessions (owner, created_at);
+CREATE INDEX IF NOT EXISTS sessions_by_end ON sessions (expires_at);
+CREATE INDEX IF NOT EXISTS documents_by_end ON documents (expires_at);
+CREATE INDEX IF NOT EXISTS responses_by_end ON responses (expires_at);
+CREATE INDEX IF NOT EXISTS replies_by_end ON replies (expires_at);
+CREATE INDEX IF NOT EXISTS sessions_bytes ON sessions (owner, num_bytes);
+CREATE INDEX IF NOT EXISTS documents_bytes ON documents (owner, num_bytes);
+CREATE INDEX IF NOT EXISTS responses_by_age ON responses (owner, expires_at, num_bytes);
+CREATE INDEX IF NOT EXISTS replies_by_age ON replies (owner, expires_at, status, num_bytes);
+"""
+_COUNTED = ("sessions", "documents", "responses", "replies")
+"""Tables whose `num_bytes` an owner keeps."""
+_LEAST_FREE = 64 * 2**20
+"""Bytes of the disk that stay free: what comes from outside must not fill it."""
+_FULL = "the disk of the service is full; delete documents, sessions or responses"
+
+
+class Database:
+    """The file. Every call opens it again in a thread, so that any number of tasks and processes may use it."""
+
+    def __init__(self, path: Path, *, lifetime_s: float, max_owner_bytes: int, max_bytes: int) -> None:
+        """A row lives `lifetime_s` seconds after its last use. The rows of one owner may have `max_owner_bytes`, those
+        of all owners `max_bytes`. Raises ConfigError when the file cannot be made.
+        """
+        self._path = path
+        self._reserve = Reserve(path.with_name("reserve"))
+        self._lifetime_s = lifetime_s
+        self._max_owner_bytes = max_owner_bytes
+        self._max_bytes = max_bytes
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with self.open() as connection:
+                connection.execute("PRAGMA journal_mode=WAL")
+                connection.executescript(_TABLES)
+                connection.execute("BEGIN IMMEDIATE")  # replicas may start at the same time
+                for table, columns in _ADDED.items():
+                    known = {row["name"] for row in connection.execute(f"PRAGMA table_info({table})")}
+                    for name in columns.keys() - known:
+                        kind, value = columns[name]
+                        connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
+                        connection.execute(f"UPDATE {table} SET {name}={value}")
+                connection.executescript(_INDEXES)
+            self._reserve.fill()
+            # With one connection open SQLite keeps the files next to the database, for which a full disk has no room.
+            self._connection = sqlite3.connect(path, check_same_thread=False)
+            self._connection.execute("SELECT COUNT(*) FROM sessions").fetchone()
+        except (OSError, sqlite3.Error) as error:
+            raise ConfigError(f"state is {str(path.parent)!r}, where no database can be kept: {error}") from error
+
+    def now(self) -> float:
+        """Returns the time in Unix seconds."""
+        return time.time()
+
+    def end_of_life(self) -> float:
+        """Returns when a row expires that is used now."""
+        return self.now() + self._lifetime_s
+
+    async def run(self, work: Callable[[sqlite3.Connection], T], *, frees: bool = False) -> T:
+        """Does the work in one transaction, in a thread. Raises ApiError 503 when the disk is full."""
+        return await asyncio.to_thread(self.run_now, work, frees=frees)
+
+    def run_now(self, work: Callable[[sqlite3.Connection], T], *, frees: bool) -> T:
+        """Does the work in one transaction; work that `frees` something may use the reserve of the disk."""
+        try:
+            try:
+                return self._once(work)
+            except sqlite3.OperationalError as error:
+                if not (frees and _is_full(error)):
+                    raise
+                self._reserve.free()
+                try:
+                    return self._once(work)
+                finally:
+                    self._reserve.fill()
+        except sqlite3.OperationalError as error:
+            if not _is_full(error):
+                raise
+            raise ApiError(503, _FULL) from error
+
+    def _once(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        with self.open() as connection:
+            return work(connection)
+
+    @contextmanager
+    def open(self) -> Iterator[sqlite3.Connection]:
+        """Opens the file for one transaction."""
+        connection = sqlite3.connect(self._path, timeout=10.0, isolation_level="IMMEDIATE")
+        try:
+            connection.row_factory = sqlite3.Row
+            connection.execute("PRAGMA foreign_keys=ON")
+            with connection:
+                yield connection
+        finally:
+            connection.close()
+
+    def find(self, connection: sqlite3.Connection, table: str, columns: str, row_id: str, owner: str) -> dict[str, Any]:
+        """Returns the columns of a row that has not expired. Raises ApiError 404."""
+        query = f"SELECT {columns} FROM {table} WHERE id=? AND owner=? AND expires_at>?"
+        row = connection.execute(query, (row_id, owner, self.now())).fetchone()
+        if row is None:
+            raise _missing(table, row_id)
+        return dict(row)
+
+    async def delete(self, table: str, row_id: str, owner: str) -> None:
+        """Raises ApiError 404."""
+
+        def delete(connection: sqlite3.Connection) -> None:
+            changed = connection.execute(f"DELETE FROM {table} WHERE id=? AND owner=?", (row_id, owner))
+            if not changed.rowcount:
+                raise _missing(table, row_id)
+
+        await self.run(delete, frees=True)
+
+    def check_room(self, connection: sqlite3.Connection, table: str, owner: str, added: int, *, most: int) -> None:
+        """Deletes what has expired. Raises ApiError 429 when the owner has `most` rows, and as `check_bytes` does."""
+        self._delete_expired(connection, table)
+        count = _count(connection, table, owner)
+        if count >= most:
+            raise ApiError(429, f"there are {count} {table}, the most that one key may have; delete some")
+        self.check_bytes(connection, owner, added)
+
+    def make_room(self, connection: sqlite3.Connection, table: str, owner: str, added: int, *, most: int) -> None:
+        """Deletes what has expired, and the owner's oldest finished rows until there are fewer than `most` rows and
+        room for `added` bytes. Raises ApiError 429 when too many rows are unfinished, and as `check_bytes` does.
+        """
+        self._delete_expired(connection, table)
+        count, used, oldest = _count(connection, table, owner), self._bytes_of(connection, owner), list[tuple[int]]()
+        finished = "AND status IS NOT NULL" if table == "replies" else ""
+        query = f"SELECT rowid, num_bytes FROM {table} WHERE owner=? {finished} ORDER BY expires_at, rowid"
+        for row in connection.execute(query, (owner,)):
+            if count < most and used + added <= self._max_owner_bytes:
+                break
+            oldest.append((row["rowid"],))
+            count, used = count - 1, used - row["num_bytes"]
+        connection.executemany(f"DELETE FROM {table} WHERE rowid=?", oldest)
+        if count >= most:
+            raise ApiError(429, f"{count} requests of this key with an Idempotency-Key are unfinished; ask again later")
+        self.check_bytes(connection, owner, added)
+
+    def check_bytes(self, connection: sqlite3.Connection, owner: str, added: int) -> None:
+        """Raises ApiError 429 when the owner would keep too much, 503 when all would or the disk is full."""
+        self.check_owner(connection, owner, added)
+        if (used := self._bytes_of(connection, None)) + added > self._max_bytes:
+            raise ApiError(503, f"the service keeps {used} bytes and may keep {self._max_bytes} (max_stored_bytes)")
+        self._check_disk(added)
+
+    def check_owner(self, connection: sqlite3.Connection, owner: str, added: int) -> None:
+        """Raises ApiError 429 when the owner would keep too much."""
+        if (used := self._bytes_of(connection, owner)) + added > self._max_owner_bytes:
+            limit = f"{self._max_owner_bytes} (max_key_bytes)"
+            reason = f"this key keeps {used} bytes and may keep {limit}; delete documents, sessions or responses"
+            raise ApiError(429, reason)
+
+    def _check_disk(self, added: int) -> None:
+        if shutil.disk_usage(self._path.parent).free < _LEAST_FREE + added:
+            raise ApiError(503, _FULL)
+
+    def _bytes_of(self, connection: sqlite3.Connection, owner: str | None) -> int:
+        """Returns the bytes that an owner keeps, None for all owners."""
+        where, arguments = ("WHERE owner=?", (owner,)) if owner is not None else ("", ())
+        queries = [f"SELECT SUM(num_bytes) FROM {table} {where}" for table in _COUNTED]
+        return sum(connection.execute(query, arguments).fetchone()[0] or 0 for query in queries)
+
+    def _delete_expired(self, connection: sqlite3.Connection, table: str) -> None:
+        connection.execute(f"DELETE FROM {table} WHERE expires_at<=?", (self.now(),))
+
+
+def _count(connection: sqlite3.Connection, table: str, owner: str) -> int:
+    return connection.execute(f"SELECT COUNT(*) FROM {table} WHERE owner=?", (owner,)).fetchone()[0]
+
+
+def _is_full(error: sqlite3.OperationalError) -> bool:
+    """Returns whether the error says that the disk is full."""
+    return error.sqlite_errorcode in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_WRITE, sqlite3.SQLITE_IOERR_SHMSIZE)
+
+
+def _missing(table: str, row_id: str) -> ApiError:
+    kind = table.removesuffix("s")
+    return ApiError(404, f"there is no {kind} {row_id[:80]!r}, or it has expired", param=kind)
