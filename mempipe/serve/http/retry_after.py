@@ -53,7 +53,9 @@ class Returns:
 
     def next_s(self, now: float) -> float:
         """Returns after how many seconds the request that is refused at second `now` may come again."""
-        self._last = max(self._last, now + SOONEST_S) + self._mean_s / self._num_places
+        until_free = self._mean_s / self._num_places
+        front = now + min(SOONEST_S + until_free, MAX_RETRY_AFTER_S)
+        self._last = max(self._last + until_free, front)
         if self._last > now + MAX_RETRY_AFTER_S:
-            self._last = now + SOONEST_S
+            self._last = front
         return self._last - now
