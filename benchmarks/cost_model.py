@@ -30,7 +30,7 @@ from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.model_import import import_model
 from mempipe.engines.reference import ReferenceModel
 from mempipe.loader import load_config
-from mempipe.planning.capacity import Shape, model_shape
+from mempipe.planning.capacity import ModelShape, model_shape
 from mempipe.planning.costs import learner_seconds, reference_seconds
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.packing import pack_step
@@ -56,7 +56,7 @@ class Bench:
     """Makes contestants of one model."""
 
     path: str
-    shape: Shape
+    shape: ModelShape
     num_threads: int
 
     def updates(self, samples: Sequence[TrainingSample], **model: bool | int) -> Contestant:

@@ -53,7 +53,7 @@ def _certificates() -> ssl.SSLContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class HttpAnswer:
     """A reply of status 200."""
 
     headers: Mapping[str, str]
@@ -91,7 +91,7 @@ class HttpClient:
 
     async def request(
         self, method: str, path: str, body: Mapping[str, Any] | None = None, *, deadline: float | None = None
-    ) -> Answer:
+    ) -> HttpAnswer:
         """Returns the answer. `deadline` (of `time.monotonic`) replaces the policy's, for calls that share one.
 
         Raises ServiceTimeout when the deadline or the attempts are used up, and ServiceFault at once for a status that
@@ -126,7 +126,7 @@ class HttpClient:
         """Closes all connections."""
         await self._client.aclose()
 
-    async def _attempt(self, method: str, url: str, body: Mapping[str, Any] | None, deadline: float) -> Answer:
+    async def _attempt(self, method: str, url: str, body: Mapping[str, Any] | None, deadline: float) -> HttpAnswer:
         left = max(deadline - time.monotonic(), 0.0)
         try:
             async with (
@@ -141,7 +141,7 @@ class HttpClient:
         except (httpx.RequestError, httpx.StreamError) as error:
             raise _Passing(f"{type(error).__name__}: {self._public(str(error))}") from error
         if response.status_code == 200:
-            return Answer(headers=response.headers, content=content)
+            return HttpAnswer(headers=response.headers, content=content)
         reason = f"status {response.status_code}: {self._public(content.decode(errors='replace'))}"
         if may_pass(response.status_code):
             raise _Passing(reason, retry_after_s=retry_after_s(response.headers))

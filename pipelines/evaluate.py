@@ -74,7 +74,7 @@ class QuestionSet:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RunOnSet:
     """One run on one set, checked."""
 
     asked: QuestionSet
@@ -92,10 +92,10 @@ class PlannedRun:
     run: EvaluatedRun
     config: RunConfig
     prompt_hash: str
-    jobs: list[Job]
+    jobs: list[RunOnSet]
 
 
-class Series:
+class Evaluations:
     """Evaluations of one process, one after another. They share one connection to Ray, and the engines and retrievers
     of `StandingActors`, until one of them fails or the block ends."""
 
@@ -105,7 +105,7 @@ class Series:
         self._stack = ExitStack()
         self._standing: StandingActors | None = None
 
-    def __enter__(self) -> Series:
+    def __enter__(self) -> Evaluations:
         return self
 
     def __exit__(self, *error: Any) -> None:
@@ -144,13 +144,13 @@ class Series:
             Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, standing))
 
 
-_SHARED: list[Series] = []
+_SHARED: list[Evaluations] = []
 
 
 @contextmanager
 def in_series() -> Iterator[None]:
-    """Makes the evaluations of the block, of this process, a `Series`."""
-    with Series() as series:
+    """Makes the evaluations of the block, of this process, `Evaluations`."""
+    with Evaluations() as series:
         _SHARED.append(series)
         try:
             yield
@@ -161,7 +161,7 @@ def in_series() -> Iterator[None]:
 def main(suite: EvaluationSuite) -> list[Path]:
     """Runs the evaluation to its end and returns the report's files. Raises ConfigError before anything starts; what
     else fails raises a RuntimeError or OSError, and the same call resumes from there."""
-    series = _SHARED[-1] if _SHARED else Series(stays=False)
+    series = _SHARED[-1] if _SHARED else Evaluations(stays=False)
     return report(suite, series.ask(suite))
 
 
@@ -222,7 +222,7 @@ def _plan_run(suite: EvaluationSuite, run: EvaluatedRun, sets: Sequence[Question
     for asked in sets:
         of_set = {"benchmark": asked.benchmark.model_dump(mode="json"), "file_sha256": asked.file_sha256}
         folder = suite.folder / run.name / asked.benchmark.label
-        jobs.append(Job(asked=asked, results=ResultFolder(folder, json.loads(json.dumps(settings | of_set)))))
+        jobs.append(RunOnSet(asked=asked, results=ResultFolder(folder, json.loads(json.dumps(settings | of_set)))))
     return PlannedRun(run=run, config=config, prompt_hash=prompts, jobs=jobs)
 
 
@@ -237,7 +237,7 @@ def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, standing: Standing
                 evaluate_set(suite, planned, job, engines)
 
 
-def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: Job, engines: RolloutActors) -> None:
+def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet, engines: RolloutActors) -> None:
     """Asks the questions that have no row yet. Writes rows in parts as they come, also when it is interrupted."""
     job.results.open()
     done = job.results.done()
@@ -315,7 +315,7 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
     return paths
 
 
-def cell_of(suite: EvaluationSuite, planned: PlannedRun, job: Job) -> Cell:
+def cell_of(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet) -> Cell:
     """Returns the results of a run on a set, with the quality of its memories; an agent that carries its whole history
     has none."""
     rows = read_results(job.results.path)

@@ -47,7 +47,7 @@ from mempipe.engines.proof import check_engines
 from mempipe.engines.weights import WeightHandle
 from mempipe.faults import retry_pauses
 from mempipe.planning.ledger import Role
-from mempipe.planning.placement import Demand, Plan, plan
+from mempipe.planning.placement import Demand, Placement, plan
 from mempipe.provenance import checksums_sha256
 from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
@@ -70,7 +70,7 @@ class RolloutActors:
 
     config: RunConfig
     """As the plan runs it."""
-    plan: Plan
+    plan: Placement
     namespace: str
     generators: dict[str, Handle]
     retrievers: dict[str, Handle]
@@ -341,12 +341,12 @@ class ClusterGpus:
         nodes = cluster_gpus()
         return cls(per_node=[*nodes.values()], gpu_bytes=smallest_gpu(nodes) if nodes else None)
 
-    def plan(self, config: RunConfig, demand: Demand) -> Plan:
+    def plan(self, config: RunConfig, demand: Demand) -> Placement:
         """Returns the plan of the demand. Raises ConfigError when there are too few GPUs."""
         return plan(config, demand, self.per_node, gpu_bytes=self.gpu_bytes)
 
 
-def reserve(made: Plan) -> Reservation:
+def reserve(made: Placement) -> Reservation:
     """Reserves the GPUs of a plan. Raises LaunchError when the cluster does not free them."""
     if made.bundles:
         print(f"placement  {made}", flush=True)

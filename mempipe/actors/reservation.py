@@ -11,7 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from mempipe.engines.devices import gpu_bytes
 from mempipe.environment import GROWING_SEGMENTS
-from mempipe.planning.placement import Plan, Role, bundle_gpus
+from mempipe.planning.placement import Placement, Role, bundle_gpus
 from mempipe.settings import ConfigError
 
 INSPECTION_TIMEOUT_S = 120.0
@@ -53,7 +53,7 @@ def smallest_gpu(nodes: dict[str, int]) -> int | None:
 class Reservation:
     """The seats of a plan, reserved as a whole before anything starts; without GPUs there is nothing to reserve."""
 
-    def __init__(self, plan: Plan, *, timeout_s: float) -> None:
+    def __init__(self, plan: Placement, *, timeout_s: float) -> None:
         """Raises NotReserved."""
         self.plan = plan
         self._group: PlacementGroup | None = None

@@ -9,11 +9,11 @@ from mempipe.checks.findings import Finding, fatal, note, ok
 from mempipe.checks.machine import Devices
 from mempipe.config import RunConfig
 from mempipe.engines.gpus import GPUS
-from mempipe.planning.capacity import GIB, Shape, model_shape, trained_parameters
+from mempipe.planning.capacity import GIB, ModelShape, model_shape, trained_parameters
 from mempipe.planning.costs import step_costs
 from mempipe.planning.hosts import all_on_cpus, offloaded
 from mempipe.planning.ledger import cache_bytes, engine_held
-from mempipe.planning.placement import Demand, Plan, plan
+from mempipe.planning.placement import Demand, Placement, plan
 from mempipe.settings import ConfigError
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
@@ -89,7 +89,7 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
     return [*findings, *_on_cpus(config, shape, devices.host_gib, training=training)]
 
 
-def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float) -> list[Finding]:
+def _gpu_memory(config: RunConfig, shape: ModelShape, placed: Placement, gib: float) -> list[Finding]:
     """Shows the ledger, and checks that an engine has room for one full context at least."""
     ledger = placed.ledger(config, shape, gpu_bytes=int(gib * GIB))
     held = engine_held(config, shape, tensor_parallel=placed.tensor_parallel)
@@ -104,7 +104,7 @@ def _gpu_memory(config: RunConfig, shape: Shape, placed: Plan, gib: float) -> li
     return [*table, fatal(text) if room < context else ok(text)]
 
 
-def _seconds(config: RunConfig, shape: Shape, placed: Plan, devices: Devices) -> list[Finding]:
+def _seconds(config: RunConfig, shape: ModelShape, placed: Placement, devices: Devices) -> list[Finding]:
     """Estimates the seconds of a step and its bottleneck."""
     costs = step_costs(config, shape, placed, GPUS[devices.gpu])
     parts = {"engines": costs.generate, "reference": costs.reference, "learner": costs.learn, "driver": costs.driver}
@@ -123,7 +123,7 @@ def _seconds(config: RunConfig, shape: Shape, placed: Plan, devices: Devices) ->
     ]
 
 
-def _offloaded(config: RunConfig, shape: Shape, num_ranks: int, gib: float) -> list[Finding]:
+def _offloaded(config: RunConfig, shape: ModelShape, num_ranks: int, gib: float) -> list[Finding]:
     """Checks what the ranks keep in the memory of their machine: all of them in that of this one, or of the one that
     `--devices` describes; of that the memory is not known."""
     kept = offloaded(config, shape, num_ranks=num_ranks)
@@ -143,7 +143,7 @@ def _offloaded(config: RunConfig, shape: Shape, num_ranks: int, gib: float) -> l
     ]
 
 
-def _on_cpus(config: RunConfig, shape: Shape, gib: float, *, training: bool) -> list[Finding]:
+def _on_cpus(config: RunConfig, shape: ModelShape, gib: float, *, training: bool) -> list[Finding]:
     """Checks the memory of all roles together, on one machine without a GPU."""
     if not gib:
         return []

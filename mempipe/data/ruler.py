@@ -58,7 +58,7 @@ class SourceQuestion:
     needed: list[int]
 
 
-class Pool:
+class DocumentPool:
     """Holds all different paragraphs of a file, sorted, so that their numbers depend on the file alone."""
 
     def __init__(self, questions: Iterable[SourceQuestion]) -> None:
@@ -159,7 +159,7 @@ def write_ruler(
     chosen = _choose(
         sources, total=sum(splits.values()), seed=seed, exclude=exclude, are_known=are_known, left_out=left_out
     )
-    pool = Pool(sources)
+    pool = DocumentPool(sources)
     for count in num_docs:  # what cannot work is refused before the first file
         for question in chosen:
             pool.arrange(question, num_docs=count, seed=seed, peer_positions=peer_positions)
@@ -258,7 +258,7 @@ def _choose(
 
 
 def _row(
-    question: SourceQuestion, pool: Pool, *, index: int, num_docs: int, seed: int, peer_positions: bool
+    question: SourceQuestion, pool: DocumentPool, *, index: int, num_docs: int, seed: int, peer_positions: bool
 ) -> dict[str, Any]:
     numbers, depths = pool.arrange(question, num_docs=num_docs, seed=seed, peer_positions=peer_positions)
     return {

@@ -104,7 +104,7 @@ class Reading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class RowShape:
     """Says which fields a row of this shape has (`marks`), and in which of them the parts of its question are.
 
     Of `question`, `answers` and `id` the first field with a value counts. An `id` with braces is put together from
@@ -164,7 +164,7 @@ def _first(row: dict[str, Any], paths: Sequence[str]) -> str:
     return next((path for path in paths if has_value(row, path)), paths[0])
 
 
-def _fits(shape: Shape, row: dict[str, Any]) -> bool:
+def _fits(shape: RowShape, row: dict[str, Any]) -> bool:
     """Returns whether the row has the marks of the shape. A field without a value is a mark too: a missing field is
     then refused by its name."""
     return all(mark in row or has_value(row, mark) for mark in shape.marks) and shape.applies(row)
@@ -217,7 +217,7 @@ def _session(date: Any, turns: Any, *, who: str, said: str) -> str:
     return "\n".join(lines)
 
 
-def _read(shape: Shape, row: dict[str, Any], *, file: InputFile, number: int) -> Reading:
+def _read(shape: RowShape, row: dict[str, Any], *, file: InputFile, number: int) -> Reading:
     if shape.read is not None:
         made, fields = shape.read(row, number), {}
     else:
@@ -261,7 +261,7 @@ def _stem(file: InputFile) -> str:
     return file.name.partition(".")[0]
 
 
-def _identity(shape: Shape, row: dict[str, Any], *, file: InputFile, source: str, number: int) -> tuple[str, str]:
+def _identity(shape: RowShape, row: dict[str, Any], *, file: InputFile, source: str, number: int) -> tuple[str, str]:
     """Returns the row's own id ("" for none) and the field that it is from."""
     field = _first(row, shape.id)
     if "{" in field:
@@ -277,7 +277,7 @@ def _identity(shape: Shape, row: dict[str, Any], *, file: InputFile, source: str
     return str(value).strip(), field
 
 
-def _by_names(row: dict[str, Any], columns: Columns, *, name: str) -> Shape:
+def _by_names(row: dict[str, Any], columns: Columns, *, name: str) -> RowShape:
     """Returns the shape of a row of no published set, by the names of its fields. Raises BadRow."""
     for setting, path in columns.named.items():
         if not has_value(row, path):
@@ -289,7 +289,7 @@ def _by_names(row: dict[str, Any], columns: Columns, *, name: str) -> Shape:
     read_context = has_value(row, CONTEXT) and (
         isinstance(value_at(row, CONTEXT), str) or documents_of(value_at(row, CONTEXT))
     )
-    return Shape(
+    return RowShape(
         name=name or f"{question} + {answers}",
         marks=(),
         question=(question,),
@@ -481,8 +481,8 @@ _UNANSWERABLE = (("is_impossible", True), ("answerable", False), ("answers", {"t
 """Fields of SQuAD 2 and MuSiQue that mark a question whose text does not answer it."""
 
 SHAPES = (  # the first that a row fits
-    Shape(name="mempipe", marks=("text", "golden_answers"), read=_mempipe),
-    Shape(
+    RowShape(name="mempipe", marks=("text", "golden_answers"), read=_mempipe),
+    RowShape(
         name="MemAgent",
         marks=("prompt", "context", "reward_model"),
         question=("extra_info.question", "prompt"),
@@ -492,28 +492,28 @@ SHAPES = (  # the first that a row fits
         context="context",
         is_read=True,
     ),
-    Shape(name="MEM1", marks=("prompt", "reward_model"), applies=_has_objectives, read=_mem1),
-    Shape(
+    RowShape(name="MEM1", marks=("prompt", "reward_model"), applies=_has_objectives, read=_mem1),
+    RowShape(
         name="Search-R1",
         marks=("question", "reward_model.ground_truth.target"),
         answers=("reward_model.ground_truth.target",),
         id=("{source}-{split}-{index}",),
         source="data_source",
     ),
-    Shape(
+    RowShape(
         name="MemSearcher",  # whose index does not belong to one row, since one data source is named for all
         marks=("question", "reward_model"),
         answers=("reward_model.ground_truth",),
         id=("{source}-{split}-{number}",),
         source="data_source",
     ),
-    Shape(
+    RowShape(
         name="FlashRAG",
         marks=("question", "golden_answers"),
         answers=("golden_answers",),
         applies=lambda row: has_value(row, "golden_answers"),
     ),
-    Shape(
+    RowShape(
         name="RULER",
         marks=("context", "input", "answers"),
         question=("input",),
@@ -523,20 +523,20 @@ SHAPES = (  # the first that a row fits
         context="context",
         is_read=True,
     ),
-    Shape(
+    RowShape(
         name="MuSiQue",
         marks=("question", "answer", "paragraphs"),
         aliases=("answer_aliases",),
         source="=musique",
         context="paragraphs",
     ),
-    Shape(
+    RowShape(
         name="2WikiMultihopQA",
         marks=("question", "answer", "supporting_facts", "evidences", "context"),
         source="=2wikimultihopqa",
         context="context",
     ),
-    Shape(
+    RowShape(
         name="HotpotQA",
         marks=("question", "answer", "supporting_facts", "context"),
         source="=hotpotqa",

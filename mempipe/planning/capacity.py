@@ -19,7 +19,7 @@ SMALL_STORE = GIB // 2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class ModelShape:
     """The sizes of a decoder-only transformer on which its memory depends."""
 
     hidden: int
@@ -82,25 +82,25 @@ class Shape:
 
 # Public architecture facts, for models whose config.json is not on this machine.
 KNOWN = {
-    "Qwen/Qwen2.5-0.5B-Instruct": Shape(
+    "Qwen/Qwen2.5-0.5B-Instruct": ModelShape(
         hidden=896, layers=24, heads=14, kv_heads=2, head_dim=64, intermediate=4864, vocab=151936, tied=True
     ),
-    "Qwen/Qwen2.5-3B-Instruct": Shape(
+    "Qwen/Qwen2.5-3B-Instruct": ModelShape(
         hidden=2048, layers=36, heads=16, kv_heads=2, head_dim=128, intermediate=11008, vocab=151936, tied=True
     ),
-    "Qwen/Qwen2.5-7B-Instruct": Shape(
+    "Qwen/Qwen2.5-7B-Instruct": ModelShape(
         hidden=3584, layers=28, heads=28, kv_heads=4, head_dim=128, intermediate=18944, vocab=152064, tied=False
     ),
-    "Qwen/Qwen2.5-14B-Instruct": Shape(
+    "Qwen/Qwen2.5-14B-Instruct": ModelShape(
         hidden=5120, layers=48, heads=40, kv_heads=8, head_dim=128, intermediate=13824, vocab=152064, tied=False
     ),
-    "Qwen/Qwen3-4B-Instruct-2507": Shape(
+    "Qwen/Qwen3-4B-Instruct-2507": ModelShape(
         hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=9728, vocab=151936, tied=True
     ),
 }
 
 
-def model_shape(model: ModelConfig) -> Shape | None:
+def model_shape(model: ModelConfig) -> ModelShape | None:
     """Reads the shape from the model folder's config.json, or from the table of known models; returns None for a model
     that is not here, and for a mixture of experts, whose layers have another shape.
 
@@ -114,7 +114,7 @@ def model_shape(model: ModelConfig) -> Shape | None:
         if num_experts(values):
             return None
         heads = values["num_attention_heads"]
-        return Shape(
+        return ModelShape(
             hidden=values["hidden_size"],
             layers=values["num_hidden_layers"],
             heads=heads,
@@ -147,13 +147,13 @@ def weight_width(model: ModelConfig) -> int:
     return 4 if model.dtype == "float32" else 2
 
 
-def trained_parameters(model: ModelConfig, shape: Shape) -> int:
+def trained_parameters(model: ModelConfig, shape: ModelShape) -> int:
     """Returns the number of trained parameters, all or those of the LoRA adapter: a target names every linear layer
     whose dotted name ends in it."""
     return sum(trained_matrices(model, shape))
 
 
-def trained_matrices(model: ModelConfig, shape: Shape) -> list[int]:
+def trained_matrices(model: ModelConfig, shape: ModelShape) -> list[int]:
     """Returns the number of parameters of each matrix that is trained: of the model, or the two of each layer that gets
     an adapter."""
     if not model.lora_rank:

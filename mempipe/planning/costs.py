@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from mempipe.config import RunConfig
 from mempipe.engines.gpus import Gpu
-from mempipe.planning.capacity import GIB, Shape, trained_parameters, weight_width
+from mempipe.planning.capacity import GIB, ModelShape, trained_parameters, weight_width
 from mempipe.planning.ledger import engine_held
-from mempipe.planning.placement import Plan
+from mempipe.planning.placement import Placement
 
 COMPUTE_SHARE = 0.4
 """The share of the data sheet's operations that long matrix products reach: an assumption."""
@@ -74,7 +74,7 @@ class Workload:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class EngineSpeed:
     """The sampling speed of one engine."""
 
     weight_seconds: float
@@ -124,7 +124,9 @@ class StepCosts:
         return max(seconds, key=seconds.__getitem__)
 
 
-def engine_speed(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, *, context_tokens: float) -> Engine:
+def engine_speed(
+    config: RunConfig, shape: ModelShape, plan: Placement, gpu: Gpu, *, context_tokens: float
+) -> EngineSpeed:
     """Returns the speed of one engine of the plan."""
     width, tensor_parallel = weight_width(config.model), plan.tensor_parallel
     bandwidth = gpu.terabytes_per_second * 1e12 * MEMORY_SHARE
@@ -132,7 +134,7 @@ def engine_speed(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, *, conte
     room = gpu.usable_gib * GIB * plan.gpu_memory_utilization - engine_held(
         config, shape, tensor_parallel=tensor_parallel
     )
-    return Engine(
+    return EngineSpeed(
         weight_seconds=width * shape.num_parameters / (bandwidth * tensor_parallel),
         cache_seconds=cache_bytes / bandwidth,
         compute_seconds=2 * shape.num_parameters / (gpu.teraflops * 1e12 * COMPUTE_SHARE * tensor_parallel),
@@ -141,7 +143,7 @@ def engine_speed(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, *, conte
 
 
 def learner_seconds(
-    config: RunConfig, shape: Shape, gpu: Gpu, *, num_ranks: int, contexts: float, context_tokens: float
+    config: RunConfig, shape: ModelShape, gpu: Gpu, *, num_ranks: int, contexts: float, context_tokens: float
 ) -> float:
     """Returns the seconds of forward and backward over contexts of one length, by the operations that they need; with
     the forward pass of a reference that is not an actor."""
@@ -159,12 +161,12 @@ def learner_seconds(
     return operations / (num_ranks * gpu.teraflops * 1e12 * COMPUTE_SHARE)
 
 
-def reference_seconds(shape: Shape, gpu: Gpu, *, tokens: float) -> float:
+def reference_seconds(shape: ModelShape, gpu: Gpu, *, tokens: float) -> float:
     """Returns the seconds of one reference's forward over `tokens`."""
     return 2 * shape.num_parameters * tokens / (gpu.teraflops * 1e12 * COMPUTE_SHARE)
 
 
-def sync_seconds(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu) -> float:
+def sync_seconds(config: RunConfig, shape: ModelShape, plan: Placement, gpu: Gpu) -> float:
     """Returns the seconds in which weights are gathered from the ranks and sent to all engines at the same time."""
     served = trained_parameters(config.model, shape) if config.model.serves_adapter else shape.num_parameters
     size = served * weight_width(config.model)
@@ -173,8 +175,10 @@ def sync_seconds(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu) -> float
     return 2 * size / (gpu.link_gigabytes_per_second * 1e9 * MEMORY_SHARE)
 
 
-def step_costs(config: RunConfig, shape: Shape, plan: Plan, gpu: Gpu, work: Workload | None = None) -> StepCosts:
-    """Returns the seconds of a step of the config as the plan runs it (`Plan.applied`), without searches."""
+def step_costs(
+    config: RunConfig, shape: ModelShape, plan: Placement, gpu: Gpu, work: Workload | None = None
+) -> StepCosts:
+    """Returns the seconds of a step of the config as the plan runs it (`Placement.applied`), without searches."""
     work = work or Workload.of(config)
     algorithm = config.algorithm
     trajectories = algorithm.groups_per_step * algorithm.group_size

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from mempipe.config import RunConfig
-from mempipe.planning.capacity import GIB, Shape, trained_matrices, trained_parameters, weight_width
+from mempipe.planning.capacity import GIB, ModelShape, trained_matrices, trained_parameters, weight_width
 
 
-def offloaded(config: RunConfig, shape: Shape, *, num_ranks: int) -> dict[str, int]:
+def offloaded(config: RunConfig, shape: ModelShape, *, num_ranks: int) -> dict[str, int]:
     """Returns what each of `num_ranks` ranks on GPUs keeps in pinned memory of its machine, by name; {} for nothing.
 
     torch rounds each tensor in pinned memory up to a block whose size is a power of two
@@ -26,7 +26,7 @@ def offloaded(config: RunConfig, shape: Shape, *, num_ranks: int) -> dict[str, i
     return kept
 
 
-def all_on_cpus(config: RunConfig, shape: Shape, *, training: bool) -> int:
+def all_on_cpus(config: RunConfig, shape: ModelShape, *, training: bool) -> int:
     """Returns what all roles of a run hold together on a machine without a GPU: engines with their caches, the
     learner's float32 masters, gradients and moments, and the references."""
     weights = shape.num_parameters * weight_width(config.model)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from mempipe.config import RunConfig
-from mempipe.planning.capacity import GIB, Shape, trained_parameters, weight_width
+from mempipe.planning.capacity import GIB, ModelShape, trained_parameters, weight_width
 from mempipe.rl.packing import MOST_SHARED
 from mempipe.settings import ConfigError
 
@@ -62,7 +62,7 @@ VECTOR_REMEDIES = (
 """The same for GPUs that hold vectors."""
 
 
-def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Transfer) -> dict[Phase, int]:
+def rank_needs(config: RunConfig, shape: ModelShape, *, num_ranks: int, transfer: Transfer) -> dict[Phase, int]:
     """Returns the memory of one learner rank, which frees what it reserved when a phase ends (`Roles.learn`,
     `Roles.sync`).
 
@@ -112,7 +112,7 @@ def rank_needs(config: RunConfig, shape: Shape, *, num_ranks: int, transfer: Tra
     return {phase: state + _reserved(working.get(phase, 0)) for phase in PHASES}
 
 
-def reference_needs(config: RunConfig, shape: Shape) -> dict[Phase, int]:
+def reference_needs(config: RunConfig, shape: ModelShape) -> dict[Phase, int]:
     """Returns the memory of one reference model: its weights, and one layer's activations of a micro-batch that keeps
     none of them. It keeps what it reserved."""
     weights = shape.num_parameters * weight_width(config.model)
@@ -125,7 +125,7 @@ def vector_needs(vector_bytes: int) -> dict[Phase, int]:
 
 
 def engine_needs(
-    config: RunConfig, shape: Shape, *, tensor_parallel: int, share_bytes: int, sleeps: bool, transfer: Transfer
+    config: RunConfig, shape: ModelShape, *, tensor_parallel: int, share_bytes: int, sleeps: bool, transfer: Transfer
 ) -> dict[Phase, int]:
     """Returns the memory of one GPU of an engine: its share, and the buffer of new weights while it loads them."""
     needs = dict.fromkeys(PHASES, share_bytes)
@@ -138,14 +138,14 @@ def engine_needs(
     return needs | dict.fromkeys(ASLEEP, asleep) | {"send": held + arriving}
 
 
-def engine_held(config: RunConfig, shape: Shape, *, tensor_parallel: int) -> int:
+def engine_held(config: RunConfig, shape: ModelShape, *, tensor_parallel: int) -> int:
     """Returns the memory of one GPU of an engine without its cache: weights, adapter and working memory."""
     width = weight_width(config.model)
     adapter = trained_parameters(config.model, shape) if config.model.serves_adapter else 0
     return width * (shape.num_parameters + adapter) // tensor_parallel + KERNELS
 
 
-def cache_bytes(config: RunConfig, shape: Shape, *, contexts: int, tensor_parallel: int = 1) -> int:
+def cache_bytes(config: RunConfig, shape: ModelShape, *, contexts: int, tensor_parallel: int = 1) -> int:
     """Returns the KV cache of full contexts, on one GPU of an engine."""
     per_token = shape.kv_bytes_per_token(weight_width(config.model), tensor_parallel=tensor_parallel)
     return contexts * per_token * config.budget.context_tokens
@@ -232,7 +232,7 @@ class Ledger:
         return lines
 
 
-def share_bounds(config: RunConfig, shape: Shape, *, gpu_bytes: int) -> tuple[int, int]:
+def share_bounds(config: RunConfig, shape: ModelShape, *, gpu_bytes: int) -> tuple[int, int]:
     """Returns the least and the largest part of a GPU, in hundredths, that an engine on a shared GPU may have.
 
     The least holds the weights and `FULL_CONTEXTS` full contexts. The largest is generation.gpu_memory_utilization, and
@@ -256,13 +256,13 @@ def share_bounds(config: RunConfig, shape: Shape, *, gpu_bytes: int) -> tuple[in
     return lowest, highest
 
 
-def _scoring(config: RunConfig, shape: Shape) -> int:
+def _scoring(config: RunConfig, shape: ModelShape) -> int:
     """Returns what a reference computes with: activations of one layer, and logits of a chunk."""
     width, tokens = weight_width(config.model), config.learner.max_tokens_per_micro_batch
     return tokens * (8 * shape.hidden + 4 * shape.intermediate) * width + _logits(tokens, shape)
 
 
-def _logits(tokens: int, shape: Shape) -> int:
+def _logits(tokens: int, shape: ModelShape) -> int:
     return 4 * COPIES_OF_LOGITS * min(LOGITS, tokens * shape.vocab)
 
 

@@ -19,7 +19,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 from mempipe.config import RunConfig
-from mempipe.planning.capacity import GIB, Shape, model_shape
+from mempipe.planning.capacity import GIB, ModelShape, model_shape
 from mempipe.planning.ledger import (
     Card,
     Ledger,
@@ -39,7 +39,7 @@ Bundle = dict[Role, float]
 """The GPUs, or the share of one, of each role that works in one place; a bundle is on one node."""
 RANK_SHARE, ENGINE_SHARE, REFERENCE_SHARE = 0.5, 0.3, 0.2
 """Shares that Ray counts for the roles of a shared GPU. They must add up to 1 at most; a bundle reserves whole GPUs
-(`bundle_gpus`). Memory is divided by `Plan.gpu_memory_utilization`."""
+(`bundle_gpus`). Memory is divided by `Placement.gpu_memory_utilization`."""
 UNKNOWN_UTILIZATION = 0.4
 """An engine's part of a shared GPU when the sizes of GPU or model are not known."""
 
@@ -99,7 +99,7 @@ def _holders(config: RunConfig) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Placement:
     """The placement of every role. Without GPUs there are no bundles, and a role may be on any node."""
 
     kind: Literal["cpu", "separate", "colocated"]
@@ -116,7 +116,7 @@ class Plan:
     vector_bytes: int | None = None
     """Memory of the fullest GPU that holds vectors; None: not known, or there is none."""
 
-    def ledger(self, config: RunConfig, shape: Shape, *, gpu_bytes: int) -> Ledger:
+    def ledger(self, config: RunConfig, shape: ModelShape, *, gpu_bytes: int) -> Ledger:
         """Returns what every role needs on its GPU in each phase."""
         needs: dict[Role, Mapping[Phase, int]] = {
             "learner": rank_needs(config, shape, num_ranks=max(1, self.num_ranks), transfer=self.transfer),
@@ -177,7 +177,7 @@ class Plan:
         return f"{self.kind}: {places}; weights by {self.transfer}{sleep}{unused}"
 
 
-def plan(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None = None) -> Plan:
+def plan(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None = None) -> Placement:
     """Returns the plan for nodes that have `gpus_per_node` GPUs of `gpu_bytes` memory each (None: not known).
 
     Where the model's shape is known as well, every GPU has `ledger.SPARE` of its memory to spare in every phase. Raises
@@ -219,14 +219,14 @@ def _remedies(config: RunConfig, demand: Demand) -> Iterator[tuple[str, RunConfi
             yield settings, config.model_copy(update=sections), needed
 
 
-def _first_way(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> Plan:
+def _first_way(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> Placement:
     """Returns the first plan that fits: of those that `placement` allows, the one that shares least."""
     separate = _separate(demand)
     if not sum(gpus_per_node) or not separate:
         return _plan(config, demand, "cpu", [], gpus_per_node)
     sharing = _separate(demand, references_share=True)
     together = demand.learners and demand.engines
-    ways: list[Callable[[], Plan]] = []
+    ways: list[Callable[[], Placement]] = []
     if config.placement != "colocated" or not together:
         ways.append(lambda: _in_memory(config, _counted(config, demand, separate, gpus_per_node), gpu_bytes))
     if config.placement == "auto" and demand.learners >= demand.references > 0:
@@ -241,14 +241,14 @@ def _first_way(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], 
     return ways[-1]()
 
 
-def _counted(config: RunConfig, demand: Demand, bundles: list[Bundle], gpus_per_node: Sequence[int]) -> Plan:
+def _counted(config: RunConfig, demand: Demand, bundles: list[Bundle], gpus_per_node: Sequence[int]) -> Placement:
     """Returns the separate plan of these bundles. Raises ConfigError when there are too few GPUs."""
     if not _fits(bundles, gpus_per_node):
         raise _shortage(config, demand, gpus_per_node)
     return _plan(config, demand, "separate", bundles, gpus_per_node)
 
 
-def _in_memory(config: RunConfig, made: Plan, gpu_bytes: int | None) -> Plan:
+def _in_memory(config: RunConfig, made: Placement, gpu_bytes: int | None) -> Placement:
     """Returns the plan, when every GPU has room for its roles in every phase. Raises ConfigError when one has not."""
     shape = model_shape(config.model)
     if shape is None or gpu_bytes is None:
@@ -268,7 +268,7 @@ def _separate(demand: Demand, *, references_share: bool = False) -> list[Bundle]
     return ranks + engines + references + _holder_bundles(demand)
 
 
-def _fewer(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> Plan:
+def _fewer(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> Placement:
     """Returns a smaller plan: learner and engines share every GPU; of one of them alone there are as many as GPUs."""
     holders = _holder_bundles(demand)
     room = min(sum(gpus_per_node) - demand.holders * demand.gpus_per_holder, sum(demand.by_role.values()))
@@ -289,7 +289,7 @@ def _fewer(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, g
     return _divided(config, _plan(config, demand, "colocated", bundles + holders, gpus_per_node), gpu_bytes)
 
 
-def _divided(config: RunConfig, made: Plan, gpu_bytes: int | None) -> Plan:
+def _divided(config: RunConfig, made: Placement, gpu_bytes: int | None) -> Placement:
     """Returns the colocated plan with an engine's part of a GPU: the largest that fits in every phase. The engine
     sleeps while the learner works if it fits only then.
 
@@ -329,10 +329,10 @@ def _plan(
     kind: Literal["cpu", "separate", "colocated"],
     bundles: list[Bundle],
     gpus_per_node: Sequence[int],
-) -> Plan:
+) -> Placement:
     engines = [bundle["generator"] for bundle in bundles if "generator" in bundle]
     ranks = sum("learner" in bundle for bundle in bundles)
-    return Plan(
+    return Placement(
         kind=kind,
         num_ranks=ranks or demand.learners,
         num_engines=len(engines) or demand.engines,

@@ -30,7 +30,7 @@ from mempipe.serve.routes import answers, chat, completions, documents, operatio
 from mempipe.serve.routes import corpus as corpora
 from mempipe.serve.routes.documented import leave_out_422
 from mempipe.serve.routes.mcp import add_mcp
-from mempipe.serve.routes.parts import Health, Parts
+from mempipe.serve.routes.parts import HealthCheck, Parts
 from mempipe.serve.state.store import Store
 
 AGENT = (answers, chat, completions, responses, sessions, documents, corpora)
@@ -51,7 +51,7 @@ def make_app(
     *,
     keys: KeyRing,
     metrics: Metrics | None = None,
-    health: Health = always_ready,
+    health: HealthCheck = always_ready,
     searched: CorpusReply | None = None,
 ) -> FastAPI:
     """Returns the application that answers with `answering`; `searched` describes its corpus. A request passes Heads,

@@ -12,7 +12,7 @@ from mempipe.data.corpus import CorpusFile, read_segments
 from mempipe.masking.cloze import find_candidates
 from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import make_finder
-from mempipe.streams.pools import SOURCE_CPUS, Pool, stream_tables
+from mempipe.streams.pools import SOURCE_CPUS, StagePool, stream_tables
 from mempipe.types import Passage
 
 PASSAGES_AT_ONCE = 512
@@ -38,7 +38,7 @@ def stream_candidates(files: list[CorpusFile], config: ClozeConfig) -> Generator
     Raises ConfigError as `read_segments` does, and for a finder that is not installed.
     """
     size = max(int(ray.cluster_resources().get("CPU", 1)), 1)
-    finders = Pool(stage=CandidateFinder, arguments=[config], size=size, options={"num_cpus": 1 - SOURCE_CPUS})
+    finders = StagePool(stage=CandidateFinder, arguments=[config], size=size, options={"num_cpus": 1 - SOURCE_CPUS})
 
     def read() -> Iterator[pa.Table]:
         for batch, _ in read_segments(files, size=PASSAGES_AT_ONCE):

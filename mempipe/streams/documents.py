@@ -24,7 +24,7 @@ from mempipe.masking.documents import CommonEntities, DocumentsConfig, Material,
 from mempipe.masking.entities import CachedFinder, make_finder
 from mempipe.retrieval.retriever import Query, Retriever
 from mempipe.storage.parquet import write_table
-from mempipe.streams.pools import SOURCE_CPUS, Pool, stream_tables
+from mempipe.streams.pools import SOURCE_CPUS, StagePool, stream_tables
 from mempipe.types import Passage
 
 DOCUMENT_SCHEMA = pa.schema(
@@ -127,7 +127,9 @@ def stream_parts(
     Raises ConfigError for an index, a tokenizer or a finder that cannot be opened on a node of the cluster.
     """
     size = min(config.num_workers or max(int(ray.cluster_resources().get("CPU", 1)), 1), len(parts))
-    makers = Pool(stage=DocumentMaker, arguments=[config, common], size=size, options={"num_cpus": 1 - SOURCE_CPUS})
+    makers = StagePool(
+        stage=DocumentMaker, arguments=[config, common], size=size, options={"num_cpus": 1 - SOURCE_CPUS}
+    )
     listed = list(parts)
 
     def read() -> Iterator[pa.Table]:

@@ -26,7 +26,7 @@ from mempipe.beacons import reached
 from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
 from mempipe.rl.advantages import check_group, has_signal
 from mempipe.rl.config import AlgorithmConfig
-from mempipe.streams.pools import Pool, stream_tables
+from mempipe.streams.pools import StagePool, stream_tables
 from mempipe.types import Group, Question, from_row, to_row
 from mempipe.user_code import UserCodeError
 
@@ -86,7 +86,7 @@ def stream_groups(
     groups_per_row = 1 if alone else max(min(ATTEMPTS_PER_ROW // spec.group_size, stream.groups_in_flight), 1)
     rows_in_flight = math.ceil(stream.groups_in_flight / groups_per_row) * (1 if groups_per_row == 1 else ROWS_AHEAD)
     pools = [
-        Pool(
+        StagePool(
             stage=GroupStage,
             arguments=[spec],
             size=stream.num_drivers,
@@ -96,7 +96,7 @@ def stream_groups(
     ]
     if references is not None:
         pools.append(
-            Pool(stage=ReferenceStage, arguments=[spec.config], size=references.size, options=references.options)
+            StagePool(stage=ReferenceStage, arguments=[spec.config], size=references.size, options=references.options)
         )
     tables = stream_tables(
         question_rows(rows, groups_per_row=groups_per_row),

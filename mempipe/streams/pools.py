@@ -29,7 +29,7 @@ SOURCE_CPUS = 0.01
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pool:
+class StagePool:
     """Actors that each call `stage(*arguments)` once and what it returns for every row: a table in, a table out (or
     several, from an async generator)."""
 
@@ -46,7 +46,7 @@ class Pool:
 
 def stream_tables(
     read: Callable[[], Iterable[pa.Table]],
-    pools: Sequence[Pool],
+    pools: Sequence[StagePool],
     *,
     rows: str,
     ordered: bool = False,

@@ -18,7 +18,7 @@ from mempipe.data.corpus import CorpusFile
 from mempipe.retrieval.build import IndexBuild, encode_segment
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import make_encoder
-from mempipe.streams.pools import SOURCE_CPUS, Pool, stream_tables
+from mempipe.streams.pools import SOURCE_CPUS, StagePool, stream_tables
 
 CPUS_PER_ENCODER = 2
 ROW = pa.schema([("number", pa.int64()), ("count", pa.int64()), ("needs_vectors", pa.bool_())])
@@ -54,10 +54,10 @@ def stream_segments(config: IndexConfig, files: list[CorpusFile], *, folder: Pat
         yield from table.column("count").to_pylist()
 
 
-def _encoders(config: IndexConfig, folder: Path) -> Pool:
+def _encoders(config: IndexConfig, folder: Path) -> StagePool:
     gpus = int(ray.cluster_resources().get("GPU", 0))
     nodes = [int(node["Resources"].get("CPU", 0)) for node in ray.nodes() if node["Alive"]]
     cpus = max(min(CPUS_PER_ENCODER, max(nodes)), 1)  # an encoder that fits on no node would be waited for without end
     size = config.num_encoders or gpus or max(sum(count // cpus for count in nodes), 1)
     options = {"num_gpus": 1, "num_cpus": 1} if gpus else {"num_cpus": cpus - SOURCE_CPUS}
-    return Pool(stage=SegmentEncoder, arguments=[folder, config.encoder], size=size, options=options)
+    return StagePool(stage=SegmentEncoder, arguments=[folder, config.encoder], size=size, options=options)

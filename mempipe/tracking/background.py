@@ -20,7 +20,7 @@ _FAILURES_OF_AN_OUTAGE = 3  # in a row; the first outage is said at its first fa
 _logger = logging.getLogger(__name__)
 
 
-class Store(Protocol):
+class MetricsStore(Protocol):
     """Takes metrics. Every method may fail and be called again; only the writer's thread uses it."""
 
     name: str
@@ -47,7 +47,7 @@ class Store(Protocol):
         ...
 
 
-S = TypeVar("S", bound=Store)
+S = TypeVar("S", bound=MetricsStore)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""Writers of a training run's metrics next to MLflow: their base class, and how one becomes a `Store`."""
+"""Writers of a training run's metrics next to MLflow: their base class, and how one becomes a `MetricsStore`."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class StoreGone(OSError):
 
 
 class MlflowRun:
-    """One MLflow run, as a `Store` that a `BackgroundWriter` writes."""
+    """One MLflow run, as a `MetricsStore` that a `BackgroundWriter` writes."""
 
     entry = "values"
     entries_per_call = 1000

@@ -23,7 +23,7 @@ from mempipe.engines.learner import Learner
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.weights import WeightHandle
 from mempipe.loader import load_config
-from mempipe.planning.capacity import KNOWN, Shape
+from mempipe.planning.capacity import KNOWN, ModelShape
 from mempipe.types import TrainingSample
 from tools.processes import ROOT
 
@@ -41,7 +41,7 @@ def needs_gpus(count: int) -> pytest.MarkDecorator:
 
 PRESET = ROOT / "jobs" / "configs" / "memsearcher_qwen2.5-3b.yaml"
 SMALL, LARGE = "Qwen/Qwen2.5-0.5B-Instruct", "Qwen/Qwen2.5-3B-Instruct"
-TINY = Shape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocab=300, tied=True)
+TINY = ModelShape(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, intermediate=256, vocab=300, tied=True)
 CONTEXT_TOKENS = 4096 if GPU else 64
 CONTEXTS = 4
 """Of a micro-batch: 16,384 tokens, as in the presets."""
@@ -55,7 +55,7 @@ def start_afresh() -> None:
         torch.cuda.reset_peak_memory_stats()
 
 
-def shape_of(name: str) -> Shape:
+def shape_of(name: str) -> ModelShape:
     return KNOWN[name] if GPU else TINY
 
 
@@ -101,7 +101,7 @@ def make_learner(config: RunConfig) -> Learner:
     )
 
 
-def make_samples(shape: Shape, *, seed: int = 0) -> list[TrainingSample]:
+def make_samples(shape: ModelShape, *, seed: int = 0) -> list[TrainingSample]:
     """The contexts of one micro-batch, each of a trajectory of its own; all tokens but the first are in the loss."""
     rng = np.random.default_rng(seed)
     n = CONTEXT_TOKENS
@@ -123,7 +123,7 @@ def make_samples(shape: Shape, *, seed: int = 0) -> list[TrainingSample]:
     ]
 
 
-def make_siblings(shape: Shape, *, seed: int = 0) -> list[TrainingSample]:
+def make_siblings(shape: ModelShape, *, seed: int = 0) -> list[TrainingSample]:
     """`make_samples` whose contexts begin with the same three quarters, as siblings that read one chunk do."""
     first, *others = make_samples(shape, seed=seed)
     shared = 3 * CONTEXT_TOKENS // 4

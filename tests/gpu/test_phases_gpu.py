@@ -31,7 +31,7 @@ from mempipe.engines.generator import Generator
 from mempipe.engines.weights import GpuWeightSender
 from mempipe.planning.capacity import GIB
 from mempipe.planning.ledger import SPARE, Phase
-from mempipe.planning.placement import Demand, Plan, plan
+from mempipe.planning.placement import Demand, Placement, plan
 from mempipe.rl.packing import pack_step
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -64,7 +64,7 @@ class Watch:
             self._thread.join()
 
 
-async def two_steps(config: RunConfig, made: Plan, watch: Watch) -> None:
+async def two_steps(config: RunConfig, made: Placement, watch: Watch) -> None:
     vocab, rng = shape_of(LARGE).vocab, np.random.default_rng(0)
     learner = None
     generator = Generator(

@@ -30,7 +30,7 @@ from mempipe.environment import EVERY_PROCESS
 from mempipe.loader import load_config
 from mempipe.planning.capacity import GIB
 from mempipe.settings import ConfigError
-from mempipe.streams.pools import Pool, stream_tables
+from mempipe.streams.pools import StagePool, stream_tables
 
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import a test module
 
@@ -146,7 +146,7 @@ def streamed(options: Mapping[str, Any]) -> list[pa.Table]:
     def read() -> Iterator[pa.Table]:
         yield from (pa.table({"number": [number], "rows": [["a", "b"]]}) for number in range(5))
 
-    return list(stream_tables(read, [Pool(stage=WithGpu, arguments=[], size=1, options=options)], rows="numbers"))
+    return list(stream_tables(read, [StagePool(stage=WithGpu, arguments=[], size=1, options=options)], rows="numbers"))
 
 
 def reference_gpus(roles: Roles) -> list[list[str]]:

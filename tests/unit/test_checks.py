@@ -36,7 +36,7 @@ from mempipe.engines.architectures import is_named_as_mixture
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.evaluation.benchmarks import WEB_QUESTIONS
 from mempipe.loader import load_config, parse_config
-from mempipe.planning.capacity import Shape, model_shape, trained_parameters
+from mempipe.planning.capacity import ModelShape, model_shape, trained_parameters
 from mempipe.provenance import changed_inputs
 from mempipe.retrieval.build import build_index
 from mempipe.settings import ConfigError
@@ -408,7 +408,7 @@ def test_make_quickstart_computes_in_bfloat16_on_a_gpu():
 def test_the_parameters_of_a_model_folder_are_counted(tiny, settings):
     config = parse_config(settings)
     shape = model_shape(config.model)
-    assert isinstance(shape, Shape)
+    assert isinstance(shape, ModelShape)
     model = AutoModelForCausalLM.from_pretrained(tiny / "model")
     assert shape.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
 

@@ -21,14 +21,14 @@ from mempipe.planning.costs import (
     step_costs,
     sync_seconds,
 )
-from mempipe.planning.placement import Demand, Plan, plan
+from mempipe.planning.placement import Demand, Placement, plan
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 THREE = KNOWN["Qwen/Qwen2.5-3B-Instruct"]
 H100 = GPUS["H100"]
 
 
-def planned(*overrides: str, gpus: int = 8, preset: str = "memsearcher_qwen2.5-3b") -> tuple[StepCosts, Plan]:
+def planned(*overrides: str, gpus: int = 8, preset: str = "memsearcher_qwen2.5-3b") -> tuple[StepCosts, Placement]:
     config = load_config(CONFIGS / f"{preset}.yaml", overrides)
     made = plan(config, Demand.of_training(config), [gpus], gpu_bytes=80 * GIB)
     return step_costs(made.applied(config), KNOWN[config.model.path], made, H100), made

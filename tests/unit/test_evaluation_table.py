@@ -666,7 +666,7 @@ def test_memory_quality_by_turn_stands_in_the_report_with_intervals_and_cases(tm
 
 
 def test_an_agent_with_a_memory_has_its_quality_by_turn_and_one_with_its_history_has_none(tmp_path):
-    from pipelines.evaluate import Job, PlannedRun, QuestionSet, cell_of
+    from pipelines.evaluate import PlannedRun, QuestionSet, RunOnSet, cell_of
 
     results = ResultFolder(tmp_path, {})
     results.open()
@@ -674,7 +674,7 @@ def test_an_agent_with_a_memory_has_its_quality_by_turn_and_one_with_its_history
     results.append(groups, rows_of(*groups))
     benchmark = Benchmark(name="mine", file="x")
     asked = QuestionSet(benchmark=benchmark, file="x", file_sha256="", num_questions=4, depths={})
-    job = Job(asked=asked, results=results)
+    job = RunOnSet(asked=asked, results=results)
     for agent, turns in (("memsearcher", ["1", "2"]), ("react", [])):
         config = RunConfig.model_validate({"agent": {"name": agent}})
         run = EvaluatedRun(name="a", checkpoint="m")

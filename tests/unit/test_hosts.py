@@ -11,12 +11,12 @@ from mempipe.checks.machine import Devices
 from mempipe.checks.roles import check_roles
 from mempipe.config import RunConfig
 from mempipe.loader import load_config
-from mempipe.planning.capacity import GIB, KNOWN, Shape
+from mempipe.planning.capacity import GIB, KNOWN, ModelShape
 from mempipe.planning.hosts import all_on_cpus, offloaded
 
 PRESET = Path(__file__).parents[2] / "jobs" / "configs" / "memsearcher_qwen2.5-7b.yaml"
 FOURTEEN = KNOWN["Qwen/Qwen2.5-14B-Instruct"]
-EVEN = Shape(hidden=1024, layers=4, heads=8, kv_heads=8, head_dim=128, intermediate=4096, vocab=32768, tied=False)
+EVEN = ModelShape(hidden=1024, layers=4, heads=8, kv_heads=8, head_dim=128, intermediate=4096, vocab=32768, tied=False)
 """Every matrix has a power of two of elements."""
 BOTH = ("learner.offload_optimizer=true", "reference.on_ranks=true")
 

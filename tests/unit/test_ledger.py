@@ -24,7 +24,7 @@ from mempipe.checks.roles import check_roles
 from mempipe.config import RunConfig
 from mempipe.engines import model as learner_model
 from mempipe.loader import load_config
-from mempipe.planning.capacity import GIB, KNOWN, Shape, trained_parameters, weight_width
+from mempipe.planning.capacity import GIB, KNOWN, ModelShape, trained_parameters, weight_width
 from mempipe.planning.ledger import (
     CONTEXT,
     COPIES_OF_LOGITS,
@@ -40,7 +40,7 @@ from mempipe.planning.ledger import (
     reference_needs,
     share_bounds,
 )
-from mempipe.planning.placement import Demand, Plan, bundle_gpus, plan
+from mempipe.planning.placement import Demand, Placement, bundle_gpus, plan
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.settings import ConfigError
@@ -49,7 +49,9 @@ from mempipe.types import Passage
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 SEVEN = KNOWN["Qwen/Qwen2.5-7B-Instruct"]
 H100 = 79.2
-EIGHT = Shape(hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, tied=False)
+EIGHT = ModelShape(
+    hidden=4096, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=12288, vocab=151936, tied=False
+)
 
 
 def preset(name: str, *overrides: str) -> RunConfig:
@@ -60,7 +62,7 @@ def said(config: RunConfig, gpus: int, gib: float = H100) -> list[Finding]:
     return check_roles(config, Devices(num_gpus=gpus, gpu_gib=gib))
 
 
-def least_needed(config: RunConfig, shape: Shape, made: Plan, gpu_bytes: int) -> dict[str, list[int]]:
+def least_needed(config: RunConfig, shape: ModelShape, made: Placement, gpu_bytes: int) -> dict[str, list[int]]:
     """What is on every GPU at least, by phase: weights, states and the engine's share, and nothing of what is assumed.
     Written apart from the ledger, so that both must be wrong to agree on too little."""
     width, trained = weight_width(config.model), trained_parameters(config.model, shape)
@@ -88,7 +90,7 @@ def least_needed(config: RunConfig, shape: Shape, made: Plan, gpu_bytes: int) ->
 
 
 SHAPES = st.builds(
-    lambda hidden, layers, heads, kv, intermediate, vocab, tied: Shape(
+    lambda hidden, layers, heads, kv, intermediate, vocab, tied: ModelShape(
         hidden=128 * hidden,
         layers=layers,
         heads=kv * heads,

@@ -11,14 +11,14 @@ import pytest
 from mempipe.config import RunConfig
 from mempipe.loader import load_config
 from mempipe.planning.capacity import GIB
-from mempipe.planning.placement import Demand, Plan, bundle_gpus, plan
+from mempipe.planning.placement import Demand, Placement, bundle_gpus, plan
 from mempipe.settings import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
 H100 = 79 * GIB
 
 
-def planned(config: RunConfig, *gpus_per_node: int, gib: int | None = 79) -> Plan:
+def planned(config: RunConfig, *gpus_per_node: int, gib: int | None = 79) -> Placement:
     memory = None if gib is None else gib * GIB
     return plan(config, Demand.of_training(config), gpus_per_node, gpu_bytes=memory)
 

@@ -10,7 +10,7 @@ import pytest
 from mempipe.cli import main
 from mempipe.data import ruler
 from mempipe.data.qa import read_questions
-from mempipe.data.ruler import Pool, peer_order, read_depths, read_sources, write_ruler
+from mempipe.data.ruler import DocumentPool, peer_order, read_depths, read_sources, write_ruler
 from mempipe.settings import ConfigError
 
 REAL = Path(__file__).resolve().parents[3] / "shared" / "data" / "hotpotqa_100.jsonl"
@@ -89,7 +89,7 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_order_of_the_questions(
 def test_peer_positions_are_those_of_the_published_files(sources):
     assert [peer_order(50).index(i) + 1 for i in range(10)] == [27, 41, 18, 37, 42, 43, 48, 11, 29, 44]
     places = []
-    pool = Pool(sources)
+    pool = DocumentPool(sources)
     for question in sources[:3]:
         numbers, depths = pool.arrange(question, num_docs=20, seed=1, peer_positions=True)
         texts = [pool.texts[number] for number in numbers]
@@ -101,7 +101,7 @@ def test_peer_positions_are_those_of_the_published_files(sources):
 def test_other_versions_of_an_own_paragraph_are_not_among_the_others(tmp_path):
     rows = [hotpot(i) for i in range(8)]
     rows[1]["context"][0] = ["T0.1", ["Another text about it."]]
-    pool = Pool(read := read_sources(source_file(tmp_path, rows)))
+    pool = DocumentPool(read := read_sources(source_file(tmp_path, rows)))
     for seed in range(20):
         numbers, _ = pool.arrange(read[0], num_docs=20, seed=seed)
         assert sum(pool.texts[number].startswith("T0.1\n") for number in numbers) == 1

@@ -13,8 +13,8 @@ from mempipe.serve.requests.answer_jobs import AnswerJobs
 from mempipe.serve.state.store import Store
 
 
-class Health(Protocol):
-    """Holds what the service knows about itself."""
+class HealthCheck(Protocol):
+    """Asks the parts of a service whether they are ready."""
 
     async def __call__(self) -> dict[str, Any]:
         """Returns the state of each part, ready to answer. Raises ApiError 503 when one is not."""
@@ -28,7 +28,7 @@ class Parts:
     answering: Answering
     jobs: AnswerJobs
     store: Store
-    health: Health
+    health: HealthCheck
     include_reasoning: bool
     corpus: CorpusReply
 
