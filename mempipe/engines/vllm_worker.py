@@ -271,6 +271,10 @@ def install() -> None:
     if current_platform.is_cpu():
         layer_utils.dispatch_cpu_unquantized_gemm = keep_weights_writable
         PunicaWrapperCPU.add_lora_linear = add_one_adapter
+        if torch.cpu._is_amx_tile_supported():
+            # vLLM's attention needs the system's permission for AMX. Only oneDNN asks for it, and not if
+            # ONEDNN_MAX_CPU_ISA keeps it from AMX: then the first token ends the process (illegal instruction).
+            torch.cpu._init_amx()
         # vLLM compiles one small sampling function even in eager mode, which costs 15 s at start.
         torch.compiler.set_stance("force_eager")
     frontend = int(os.environ[FRONTEND_PID])
