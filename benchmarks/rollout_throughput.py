@@ -114,8 +114,18 @@ def main() -> None:
                 num_steps=arguments.steps,
                 num_skewed=arguments.skewed,
             ) as contest:
-                rounds = [contest.round() for _ in range(arguments.rounds + 1)][1:]
+                rounds = counted_rounds(contest, arguments.rounds)
     report(rounds)
+
+
+def counted_rounds(contest: Contest, number: int) -> list[dict[str, Measured]]:
+    """Returns the rounds that count, and prints each as it ends: one may take minutes."""
+    rounds = []
+    for i in range(number + 1):
+        rounds.append(contest.round())
+        rates = ", ".join(f"{name} {measured.rate:.0f} tokens/s" for name, measured in rounds[-1].items())
+        print(f"{f'round {i} of {number}' if i else 'warm-up'}: {rates}", flush=True)
+    return rounds[1:]
 
 
 def warm_started(run: Run, config: RunConfig, namespace: str) -> RunConfig:
