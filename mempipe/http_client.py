@@ -170,17 +170,23 @@ def may_pass(status: int) -> bool:
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float:
-    """Returns the seconds that Retry-After-Ms asks for, or else Retry-After, as a number or a date; 0 when it is
-    neither."""
-    value = headers.get("retry-after", "")
+    """Returns the seconds that Retry-After-Ms asks for, or else Retry-After, as a number or a date; 0 when neither can
+    be read."""
+    for seconds in (_number(headers.get("retry-after-ms", "")) / 1000, _number(headers.get("retry-after", ""))):
+        if math.isfinite(seconds):
+            return max(seconds, 0.0)
     try:
-        seconds = float(headers["retry-after-ms"]) / 1000 if "retry-after-ms" in headers else float(value)
+        return max(parsedate_to_datetime(headers.get("retry-after", "")).timestamp() - time.time(), 0.0)
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def _number(text: str) -> float:
+    """Returns the number that a text is; NaN for another one."""
+    try:
+        return float(text)
     except ValueError:
-        try:
-            seconds = parsedate_to_datetime(value).timestamp() - time.time()
-        except (ValueError, OverflowError):
-            return 0.0
-    return max(seconds, 0.0) if math.isfinite(seconds) else 0.0
+        return math.nan
 
 
 class _Passing(Exception):

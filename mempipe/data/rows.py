@@ -337,7 +337,7 @@ def _items_of(value: Any, file: InputFile) -> list[Any]:
     if rows := _rows_of_viewer(value):
         if cut := next((row["truncated_cells"] for row in rows if row.get("truncated_cells")), None):
             raise ConfigError(
-                f"{file.url} holds rows whose {', '.join(cut)} the dataset viewer has cut; take its files"
+                f"{file.url} holds rows whose {', '.join(map(str, cut))} the dataset viewer has cut; take its files"
             )
         return [row["row"] for row in rows]
     if columns := _columns_of(value):

@@ -133,6 +133,8 @@ def test_a_retry_after_is_seconds_or_a_date():
 def test_milliseconds_are_preferred_where_they_are_a_number():
     assert retry_after_s({"retry-after": "2", "retry-after-ms": "1250"}) == 1.25
     assert retry_after_s({"retry-after-ms": "inf"}) == retry_after_s({}) == 0
+    for wrong in ("soon", "", "inf", "nan"):
+        assert retry_after_s({"retry-after": "2", "retry-after-ms": wrong}) == 2
     later = formatdate(time.time() + 100, usegmt=True)
     assert retry_after_s({"retry-after": later, "retry-after-ms": "soon"}) == pytest.approx(100, abs=2)
 
