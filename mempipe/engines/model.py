@@ -7,7 +7,7 @@ loss token is predicted, a chunk of positions at a time.
 
 from __future__ import annotations
 
-import mempipe.engines.lean_transformers  # noqa: F401  # isort: skip  # before peft and transformers
+import mempipe.engines.lean_libraries  # noqa: F401  # isort: skip  # before transformers
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +16,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-from peft import inject_adapter_in_model
-from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -31,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from mempipe.engines.adapter import lora_config
+from mempipe.engines.adapter import lora_config, lora_layers
 from mempipe.engines.architectures import adapter_refusal, logit_factor, refusal
 from mempipe.engines.attention import ContextLayout, packed_attention
 from mempipe.engines.config import ModelConfig
@@ -317,7 +315,7 @@ def reshard(policy: PolicyModel) -> None:
 @contextmanager
 def base_model(policy: PolicyModel) -> Iterator[None]:
     """Switches the LoRA adapter off for the block: the policy is then the model that training started from."""
-    layers = [module for module in policy.modules() if isinstance(module, LoraLayer)]
+    layers = lora_layers(policy).values()
     assert layers, "the policy has no adapter to switch off"
     # Not `enable_adapters`: that toggles requires_grad, which FSDP2 reads once, when it first gathers a parameter.
     for layer in layers:
@@ -330,6 +328,8 @@ def base_model(policy: PolicyModel) -> Iterator[None]:
 
 
 def _add_lora(lm: PreTrainedModel, config: ModelConfig, *, seed: int) -> None:
+    from peft import inject_adapter_in_model
+
     layers = [name for name, module in lm.named_modules() if isinstance(module, nn.Linear) and name != "lm_head"]
     kind, targets = lm.config.model_type, config.lora_targets
     if refused := adapter_refusal(kind, targets, layers=layers, merged=config.lora_merge):

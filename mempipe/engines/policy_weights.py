@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import mempipe.engines.lean_transformers  # noqa: F401  # isort: skip  # before peft and transformers
+import mempipe.engines.lean_libraries  # noqa: F401  # isort: skip  # before transformers
 
 import torch
 import torch.distributed as dist
-from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from mempipe.engines.adapter import lora_layers
 from mempipe.engines.checksums import checksum
 from mempipe.engines.model import ADAPTER, PolicyModel, reshard
 
@@ -27,9 +27,7 @@ def full_state_dict(policy: PolicyModel, *, dtype: torch.dtype, keep: bool = Tru
         if keep:
             weights[name] = whole.detach().to("cpu", copy=True)
     if keep:
-        _merge_lora(
-            weights, {name: m.scaling[ADAPTER] for name, m in policy.lm.named_modules() if isinstance(m, LoraLayer)}
-        )
+        _merge_lora(weights, _scaling(policy))
     return {name: weight.to(dtype) for name, weight in weights.items()}
 
 
@@ -58,7 +56,7 @@ def weight_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, in
     All ranks must call it together, and all get the same. Nothing is gathered: shards add up.
     """
     reshard(policy)
-    scaling = {name: m.scaling[ADAPTER] for name, m in policy.lm.named_modules() if isinstance(m, LoraLayer)}
+    scaling = _scaling(policy)
     names, sums = [], []
     for name, parameter in policy.lm.named_parameters():
         values = (parameter.to_local() if isinstance(parameter, DTensor) else parameter).to(dtype)
@@ -83,6 +81,11 @@ def merged_checksums(policy: PolicyModel, *, dtype: torch.dtype) -> dict[str, in
     if several:
         dist.broadcast_object_list(found)
     return found[0]
+
+
+def _scaling(policy: PolicyModel) -> dict[str, float]:
+    """Returns the factor of each layer's adapter."""
+    return {name: layer.scaling[ADAPTER] for name, layer in lora_layers(policy.lm).items()}
 
 
 def _merge_lora(weights: dict[str, Tensor], scaling: dict[str, float]) -> None:

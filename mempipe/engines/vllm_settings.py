@@ -118,7 +118,9 @@ def engine_environment(variables: dict[str, str]) -> Iterator[None]:
     inside this block, where Python collects no garbage; vLLM does so when its engine is made.
     """
     with _ENVIRONMENT, no_collections():
-        import mempipe.engines.lean_transformers  # noqa: F401  # isort: skip  # before vLLM
+        from mempipe.engines.lean_libraries import import_vllm_without_scipy
+
+        import_vllm_without_scipy()
         from vllm import envs
 
         before = dict(os.environ)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import pytest
@@ -57,6 +58,9 @@ def test_an_engine_that_others_used_answers_as_one_that_was_started_for_the_agen
         standing.expect([other, world])
         with standing.serving(other) as actors:
             of_other, before = sampled(actors), handles(actors)
+            (engine,) = actors.generators.values()
+            loaded = set(ray.get(engine.__ray_call__.remote(lambda _: [*sys.modules])))
+            assert "vllm" in loaded and not loaded & {"sklearn", "scipy", "peft"}
         with standing.serving(world) as actors:  # whose context is longer, and was known
             of_world = sampled(actors)
             assert handles(actors) == before and ray.get(actors.store.newest.remote())

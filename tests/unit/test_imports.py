@@ -15,7 +15,8 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("ray", "torch", "vllm", "faiss", "transformers", "sentence_transformers", "bm25s", "mlflow")
-HEAVY += ("sklearn", "scipy.stats")  # which transformers imports for nothing (mempipe.engines.lean_transformers)
+HEAVY += ("sklearn", "scipy.stats", "scipy.optimize")  # for nothing used here (mempipe.engines.lean_libraries)
+HEAVY += ("peft",)  # of a policy with an adapter only
 
 # module -> heavy libraries that importing it may bring in
 ALLOWED = {
