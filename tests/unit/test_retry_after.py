@@ -10,9 +10,11 @@ from mempipe.serve.http.retry_after import ASSUMED_S, MAX_RETRY_AFTER_S, SOONEST
 
 
 def returns(num_places: int, *seconds: float) -> Returns:
+    """After answers that took so long, one after the other, until second 0."""
     made = Returns(num_places)
     for each in seconds:
-        made.freed(each)
+        made.taken(0.0)
+        made.freed(0.0, each)
     return made
 
 
@@ -28,6 +30,28 @@ def test_a_queue_that_is_too_long_begins_again_at_its_front():
     told = Counter(crowd.next_s(0.0) for _ in range(290))
     assert min(told) == SOONEST_S + 1 and MAX_RETRY_AFTER_S - 1 < max(told) <= MAX_RETRY_AFTER_S
     assert set(told.values()) == {10}
+
+
+def test_a_queue_whose_clients_do_not_come_is_forgotten():
+    crowd = returns(2, 1.0)
+    crowd.taken(0.0)
+    assert [crowd.next_s(0.0) for _ in range(20)][-1] == 10.5
+    crowd.freed(1.0, 1.0)
+    crowd.taken(2.9)  # until second 3 the next of the queue may be late
+    assert crowd.next_s(2.9) == pytest.approx(11.0 - 2.9)
+    crowd.freed(3.9, 1.0)
+    crowd.taken(6.0)
+    assert crowd.next_s(6.0) == 1.0
+
+
+def test_a_queue_is_kept_while_a_request_has_a_place():
+    crowd = returns(2, 1.0)
+    crowd.taken(0.0)
+    assert [crowd.next_s(0.0) for _ in range(20)][-1] == 10.5
+    crowd.taken(5.0)
+    crowd.freed(5.0, 5.0)
+    crowd.taken(9.0)
+    assert crowd.next_s(9.0) > 1.5
 
 
 def test_where_one_answer_takes_longer_than_that_all_come_as_late_as_possible():

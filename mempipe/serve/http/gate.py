@@ -123,11 +123,13 @@ class Gate:
                     await self._refuse(503, reason, self._returns.next_s(now()))(scope, receive, send)
                 return
             began = now()
+            self._returns.taken(began)
             try:
                 await self._answer(body, hung_up, scope, receive, send)
             finally:
                 self._places.give_back(owner)
-                self._returns.freed(now() - began)
+                ended = now()
+                self._returns.freed(ended, ended - began)
         finally:
             hung_up.cancel()
 

@@ -16,6 +16,8 @@ MAX_RETRY_AFTER_S = 30.0
 """The SDK of OpenAI ignores a header of more than 60 s."""
 ASSUMED_S = 1.0
 """How long a request has its place, as long as none has ended."""
+LATEST_S = 1.0
+"""How much later than its time a client comes that reads whole seconds."""
 _REMEMBERED = 32
 """About how many of the latest answers the mean counts."""
 
@@ -37,17 +39,28 @@ class Returns:
     """The times at which refused requests may come again, as many in a second as places become free.
 
     Clients with the same time come back together, and most of them are refused again. So each refusal takes the next
-    time in a queue. A time that nobody uses passes. A queue longer than MAX_RETRY_AFTER_S begins again at its front.
+    time in a queue. A time that nobody uses passes. A queue longer than MAX_RETRY_AFTER_S begins again at its front,
+    and so does one whose clients do not come: then all places have been free for longer than between two of its times.
     """
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
+        self._num_taken = 0
         self._mean_s = ASSUMED_S
         self._num_freed = 0
         self._last = 0.0
+        self._idle_since = 0.0
 
-    def freed(self, seconds: float) -> None:
-        """Notes that a request had a place for so long."""
+    def taken(self, now: float) -> None:
+        """Notes that a request has a place from second `now` on."""
+        if not self._num_taken and now - self._idle_since > LATEST_S + 2 * self._mean_s / self._num_places:
+            self._last = 0.0
+        self._num_taken += 1
+
+    def freed(self, now: float, seconds: float) -> None:
+        """Notes that a request had a place for so long, until second `now`."""
+        self._num_taken -= 1
+        self._idle_since = now
         self._num_freed += 1
         self._mean_s += (seconds - self._mean_s) / min(self._num_freed, _REMEMBERED)
 
