@@ -9,6 +9,7 @@ import functools
 import gc
 import os
 import pickle
+import signal
 import ssl
 from collections import Counter
 from collections.abc import Callable
@@ -104,6 +105,9 @@ def smollm2_import(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]
 
 def pytest_configure() -> None:
     leave_nothing_behind()
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell lets what it starts in the background ignore Ctrl-C, and every command of a test would inherit it.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     atexit.register(gc.unfreeze)  # what is frozen at the end, libraries would call a leak
     gc.disable()  # collecting the tests makes no garbage, and half of its time went into looking for some
 
