@@ -416,7 +416,9 @@ def until_ready(running: Running) -> None:
 
 
 @contextmanager
-def clients(running: Running, number: int, check: Callable[[Question, httpx.Response], Any]) -> Iterator[Counter[Any]]:
+def clients(
+    running: Running, number: int, check: Callable[[Question, httpx.Response], Any], *, pause_s: float = 0.0
+) -> Iterator[Counter[Any]]:
     """Clients that ask one question after the other until the block ends; counts what `check` says of each answer."""
     stop, seen = threading.Event(), Counter[Any]()
 
@@ -427,7 +429,7 @@ def clients(running: Running, number: int, check: Callable[[Question, httpx.Resp
             question = running.questions[turn % len(running.questions)]
             answer = running.ask(question.text)
             seen[check(question, answer)] += 1
-            time.sleep(0.2 if answer.status_code == 503 else 0)
+            time.sleep(0.2 if answer.status_code == 503 else pause_s)
 
     with ThreadPoolExecutor(number) as pool:
         working = [pool.submit(client, first) for first in range(number)]
@@ -549,7 +551,7 @@ def test_new_weights_take_over_without_a_failed_request(running):
         version = answer.json().get("model_version")
         return answer.status_code, version, version == new or is_right(running, question, answer.json())
 
-    with clients(running, 4, check) as seen:
+    with clients(running, 4, check, pause_s=0.2) as seen:  # an engine starts beside them, on the same cores
         until(lambda: bool(seen))
         assert running.local.reload() == new
         until(lambda: new in [version for _, version, _ in list(seen)])

@@ -183,6 +183,15 @@ def narrow(service, index) -> str:
     return f"{service}/narrow"
 
 
+def test_clients_that_ask_again_get_through_an_overload(narrow, retriever):
+    def search(client: int) -> bool:
+        remote = RemoteRetriever(narrow, RetrievalConfig(url=narrow))
+        return remote.search(queries_of(client, 2)) == retriever.search(queries_of(client, 2))
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(search, range(8)))
+
+
 def test_overload_is_refused_with_503_and_nothing_else(narrow, retriever):
     def post(client: int) -> tuple[int, bool]:
         (query,) = queries_of(client, 1)
@@ -204,15 +213,6 @@ def test_overload_is_refused_with_503_and_nothing_else(narrow, retriever):
     with httpx.Client(timeout=PATIENCE_S, limits=limits) as http, ThreadPoolExecutor(NUM_CLIENTS) as pool:
         answers = Counter(pool.map(post, range(NUM_CLIENTS)))
     assert set(answers) == {(200, True), (503, True)}
-
-
-def test_clients_that_ask_again_get_through_an_overload(narrow, retriever):
-    def search(client: int) -> bool:
-        remote = RemoteRetriever(narrow, RetrievalConfig(url=narrow))
-        return remote.search(queries_of(client, 2)) == retriever.search(queries_of(client, 2))
-
-    with ThreadPoolExecutor(8) as pool:
-        assert all(pool.map(search, range(8)))
 
 
 def test_a_replica_that_is_killed_under_load_costs_no_client_its_answers(service, retriever):
