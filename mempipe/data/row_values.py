@@ -290,10 +290,11 @@ def _described(text: str) -> list[str]:
 
 
 def _is_nameless(value: object) -> bool:
-    """Returns whether a value is an answer of ComplexWebQuestions for which the data set knows no name."""
+    """Returns whether a value is an answer of ComplexWebQuestions for which the data set knows no name, or an entry of
+    KILT that only names the source of an answer."""
     held = lowered(as_object(value))
     names = [held[key] for key in _NESTED if key in held]
-    return bool(names) and all(map(is_empty, names))
+    return all(map(is_empty, names)) if names else "provenance" in held
 
 
 def _without_blanks(value: object) -> Any:

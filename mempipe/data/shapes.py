@@ -57,6 +57,8 @@ ANSWERS = (
     "label",
     "ground_truth",
     "expected_answer",
+    "final_answer",
+    "final answer",
     "possible_answers",
     "targetvalue",
     "reward_model.ground_truth",
@@ -67,7 +69,7 @@ WORKED = ("solution",)
 """Fields whose text may be more than the answer; they count only where no field of `ANSWERS` has a value."""
 ALIASES = ("answer_aliases", "aliases")
 """Further gold answers, in addition to those of another field."""
-IDS = ("id", "_id", "question_id", "questionid", "qid", "uuid")
+IDS = ("id", "_id", "question_id", "questionid", "qid", "task_id", "uuid")
 CONTEXT = "context"
 _OWN_FIELDS = tuple(field.name for field in fields(Question))
 _MAX_HOPS = 10_000
@@ -417,6 +419,17 @@ def _has_objectives(row: dict[str, Any]) -> bool:
     return isinstance(targets, list) and any(isinstance(target, list) for target in targets)
 
 
+def _is_beside_its_text(row: dict[str, Any]) -> bool:
+    """Returns whether `input` is a text to read. An input that holds the question is a prompt around it."""
+    text, asked = row.get("input"), row.get("question")
+    return isinstance(text, str) and isinstance(asked, str) and asked.strip().casefold() not in text.casefold()
+
+
+def _has_sources(row: dict[str, Any]) -> bool:
+    output = row.get("output")
+    return isinstance(output, list) and any("provenance" in as_object(item) for item in output)
+
+
 def _asked_in(prompt: str, num_objectives: int) -> str:
     """Returns the text after "Question:" in a MEM1 prompt, up to the end of the line.
 
@@ -523,6 +536,24 @@ SHAPES = (  # the first that a row fits
         context="context",
         is_read=True,
     ),
+    RowShape(
+        name="BABILong",
+        marks=("input", "question", "target"),
+        answers=("target",),
+        context="input",
+        is_read=True,
+        applies=_is_beside_its_text,
+    ),
+    RowShape(
+        name="NarrativeQA",
+        marks=("document.text", "question.text", "answers"),
+        question=("question.text",),
+        answers=("answers",),
+        source="=narrativeqa",
+        context="document.text",
+        is_read=True,
+    ),
+    RowShape(name="KILT", marks=("input", "output"), question=("input",), answers=("output",), applies=_has_sources),
     RowShape(
         name="MuSiQue",
         marks=("question", "answer", "paragraphs"),

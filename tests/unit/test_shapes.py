@@ -120,6 +120,26 @@ ROWS = [
         {"Question": ASKED, "QuestionId": "tc_1", "Answer": {"Value": GOLD, "Aliases": ["Austen"]}},
         [GOLD, "Austen"],
     ),
+    ("BABILong", {"input": "Emma is by her.", "question": ASKED, "target": GOLD}, [GOLD]),
+    ("GAIA", {"task_id": "c6", "Question": ASKED, "Level": 1, "Final answer": GOLD, "file_name": ""}, [GOLD]),
+    (
+        "KILT",
+        {
+            "id": "k",
+            "input": ASKED,
+            "output": [{"answer": GOLD}, {"provenance": [{"wikipedia_id": "1"}]}, {"answer": "Austen"}],
+        },
+        [GOLD, "Austen"],
+    ),
+    (
+        "NarrativeQA",
+        {
+            "document": {"id": "d", "text": "Emma is by Jane Austen."},
+            "question": {"text": ASKED, "tokens": ["Who"]},
+            "answers": [{"text": GOLD, "tokens": []}, {"text": "Austen", "tokens": []}],
+        },
+        [GOLD, "Austen"],
+    ),
     (
         "verl with a question",
         {"prompt": USER, "reward_model": {"ground_truth": [GOLD]}, "extra_info": {"question": ASKED}},
@@ -170,10 +190,26 @@ def test_sets_that_bring_documents_give_them_as_context(tmp_path):
     (remembered,) = read_questions(jsonl(tmp_path / "l.jsonl", LONG_MEM_EVAL))
     assert remembered.context == "Session of 2023/05/20 (Sat) 02:21:\nuser: I am 42.\nassistant: Noted."
     assert (remembered.id, remembered.source) == ("e47b", "longmemeval")
+    by_name = {name: row for name, row, _ in ROWS}
+    (placed,) = read_questions(jsonl(tmp_path / "qa1.jsonl", by_name["BABILong"]))
+    assert (placed.context, placed.source) == ("Emma is by her.", "qa1")
+    (told,) = read_questions(jsonl(tmp_path / "n.jsonl", by_name["NarrativeQA"]))
+    assert (told.context, told.source) == ("Emma is by Jane Austen.", "narrativeqa")
     (squad,) = read_questions(jsonl(tmp_path / "s.jsonl", ROWS[2][1] | {"context": "Emma, by Jane Austen"}))
     assert squad.context == "Emma, by Jane Austen" and squad.id == "5"
     (texts,) = read_questions(jsonl(tmp_path / "t.jsonl", {"question": "a?", "answer": "b", "context": ["x", "y"]}))
     assert texts.context == "Document 1:\nx\n\nDocument 2:\ny"
+
+
+def test_an_input_that_holds_the_question_is_a_prompt_and_no_text_to_read(tmp_path):
+    row = {"input": f"Answer briefly: {ASKED}", "question": ASKED, "target": GOLD}
+    (question,) = read_questions(jsonl(tmp_path / "rows.jsonl", row))
+    assert (question.text, question.context) == (ASKED, "")
+
+
+def test_sources_without_an_answer_are_no_golden_answer(tmp_path):
+    row = {"id": "k", "input": ASKED, "output": [{"provenance": [{"wikipedia_id": "1"}]}]}
+    assert "output is" in refusal(jsonl(tmp_path / "rows.jsonl", row))
 
 
 def test_one_conversation_of_locomo_holds_many_questions(tmp_path):
