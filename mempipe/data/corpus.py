@@ -39,9 +39,9 @@ PASSAGE_COLUMNS = pa.schema(
 )
 IDS = ("id", "_id", "docid", "doc_id", "passage_id", "pid")
 """Fields that hold a passage's id; the first one that has a value counts."""
-TEXTS = ("text", "content", "passage", "body", "paragraph_text")
-"""Fields that hold a passage's text where it has no `contents`. `text` precedes the others; a row has one
-of them."""
+TEXTS = ("text", "content", "passage", "body", "paragraph_text", "page_content")
+"""Fields that hold a passage's text where it has no `contents`: a text, or the list of its sentences. `text` precedes
+the others; a row has one of them."""
 _SOURCE_TEXTS = ("contents", "title", "text", "partition")
 _OTHER_NAMES = (*IDS[1:], *TEXTS[1:])
 _ROWS_AT_ONCE = 8192  # of parquet
@@ -365,7 +365,7 @@ def parse_passage(row: dict[str, Any], *, own_id: str | None = None) -> Passage:
     if row.get("contents") is not None:
         title, text = split_contents(_text(row, "contents"))
     else:
-        title, text = _text(row, "title", default=""), _text(row, _text_field(row)).strip()
+        title, text = _text(row, "title", default=""), _text(row, _text_field(row), may_be_list=True).strip()
     if not text:
         raise BadRow("empty", f"passage {identity!r} has no text")
     return Passage(
@@ -383,17 +383,26 @@ def _text_field(row: dict[str, Any]) -> str:
     return given[0] if given else "text"
 
 
-def _text(row: dict[str, Any], name: str, *, default: str | None = None) -> str:
+def _text(row: dict[str, Any], name: str, *, default: str | None = None, may_be_list: bool = False) -> str:
     value = row.get(name)
     value = default if value is None else value
+    if may_be_list and isinstance(value, list):
+        value = _of_sentences(value)
     if not isinstance(value, str):
         found = "missing" if value is None else repr(value)[:80]
         kind = "missing_field" if value is None else "wrong_type"
-        raise BadRow(
-            kind,
-            f"{name} is {found}; a passage needs `contents`, or `title` and `text` (or {', '.join(TEXTS[1:])})",
-        )
+        needs = f"a passage needs `contents`, or `title` and `text` (or {', '.join(TEXTS[1:])})"
+        raise BadRow(kind, f"{name} is {found}; {needs}{rows.header_hint(row)}")
     return replace_surrogates(value)
+
+
+def _of_sentences(value: list[Any]) -> Any:
+    """Returns the text of its sentences, which hold the spaces between them, or of paragraphs of sentences; anything
+    else as it is."""
+    if all(isinstance(part, str) for part in value):
+        return "".join(value)
+    paragraphs = [_of_sentences(part) if isinstance(part, list) else part for part in value]
+    return "\n".join(paragraphs) if all(isinstance(part, str) for part in paragraphs) else value
 
 
 def _split_contents(contents: pa.Array) -> tuple[pa.Array, pa.Array]:

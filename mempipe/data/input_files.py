@@ -21,6 +21,7 @@ JSONL = (".jsonl", ".jsonl.gz", ".ndjson", ".ndjson.gz")
 PARQUET, JSON, CSV = (".parquet",), (".json",), (".csv", ".tsv")
 ROWS = (*JSONL, *PARQUET, *JSON, *CSV)
 """The suffixes of all files that have rows."""
+_PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".7z")
 _HUB_NAME = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+):(?P<path>[^/].*)")
 _HUB_URL = re.compile(r"hf://(?!datasets/|spaces/|buckets/)(?P<rest>[\w.-]+/[\w.-]+(/.*)?)")
 _RECORDS = {"ruler.json", "cloze.json", "dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"}
@@ -110,7 +111,8 @@ def _find(source: str, suffixes: tuple[str, ...]) -> list[InputFile]:
     found, is_folder = _find_remote(source) if is_url(source) else _find_local(Path(source))
     expected = f"{', '.join(suffixes[:-1])} nor {suffixes[-1]}"
     if not is_folder and not source.lower().endswith(suffixes):
-        raise ConfigError(f"{source} ends in neither {expected}")
+        advice = "; unpack it first" if source.lower().endswith(_PACKED) else ""
+        raise ConfigError(f"{source} ends in neither {expected}{advice}")
     files = sorted((file for file in found if file.ends_in(*suffixes)), key=lambda file: file.name)
     if is_folder:
         files = [file for file in files if file.name not in _RECORDS and not is_hidden(file.name)]

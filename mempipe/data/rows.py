@@ -99,6 +99,12 @@ def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[
             yield place, row
 
 
+def header_hint(row: dict[str, Any]) -> str:
+    """Returns what to add to a refusal of a row whose names look like the values of a table without a header."""
+    looks_like_text = any(len(str(name).split()) > 3 for name in row)
+    return " (if these are values: the first line of a csv file should name its columns)" if looks_like_text else ""
+
+
 def line_blocks(file: InputFile, *, first: int = 0, max_line_bytes: int) -> Iterator[tuple[int, list[bytes | None]]]:
     """Yields the lines after the first `first`, many at a time: (number of lines before, lines without their "\\n").
 

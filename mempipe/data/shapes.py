@@ -38,7 +38,7 @@ from mempipe.data.row_values import (
     shown,
     value_at,
 )
-from mempipe.data.rows import BadRow
+from mempipe.data.rows import BadRow, header_hint
 from mempipe.text import replace_surrogates
 from mempipe.types import Question, from_row, to_row
 
@@ -356,12 +356,10 @@ def _refuse_without(setting: str, row: dict[str, Any], paths: Sequence[str]) -> 
             "missing_field",
             f"{empty} is {quoted(row[empty])}; the row needs {_PARTS[setting]}, or set data.columns.{setting}",
         )
-    looks_like_text = any(len(str(name).split()) > 3 for name in row)
-    hint = " (if these are values: the first line of a csv file should name its columns)" if looks_like_text else ""
     raise BadRow(
         "unknown_format",
         f"fields {_names(row)} are of no known format: none of them holds {_PARTS[setting]}; "
-        f"set data.columns.{setting} to the one that does{hint}",
+        f"set data.columns.{setting} to the one that does{header_hint(row)}",
     )
 
 

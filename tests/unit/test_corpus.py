@@ -29,6 +29,7 @@ from mempipe.data.corpus import (
     read_segments,
     split_contents,
 )
+from mempipe.data.plain_text import read_plain_text
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
 
@@ -53,6 +54,34 @@ def refusal(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
         list(read_corpus(path))
     return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "text"),
+    [
+        ({"text": ["A river.", " In Africa."]}, "A river. In Africa."),
+        ({"text": ["Nile\n", "A river.\n"], "wikipedia_title": "Nile"}, "Nile\nA river."),
+        ({"text": [["A river.", " In Africa."], ["It is long."]]}, "A river. In Africa.\nIt is long."),
+        ({"page_content": "A river.", "metadata": {"source": "x"}}, "A river."),
+    ],
+    ids=["HotpotQA", "KILT", "paragraphs", "LangChain"],
+)
+def test_a_text_may_be_a_list_of_sentences(tmp_path, row, text):
+    (passage,) = read_corpus(write(tmp_path / "c.jsonl", {"id": "0"} | row))
+    assert passage.text == text
+
+
+@pytest.mark.parametrize("value", [[1, 2], ["a", None], [["a"], {}], [], [[]]])
+def test_a_list_of_anything_else_is_refused(tmp_path, value):
+    assert re.search("text is|has no text", refusal(write(tmp_path / "c.jsonl", {"id": "0", "text": value})))
+
+
+def test_a_refusal_says_how_to_mend_the_file(tmp_path):
+    (tmp_path / "collection.tsv").write_text("0\tThe presence of communication amid minds\n1\tA river.\n")
+    with pytest.raises(ConfigError, match=r"the first line of a csv file should name its columns"):
+        list(read_plain_text(tmp_path / "collection.tsv"))
+    (tmp_path / "psgs_w100.tsv.gz").touch()
+    assert refusal(tmp_path / "psgs_w100.tsv.gz").endswith("; unpack it first")
 
 
 def test_jsonl_gzip_and_parquet_give_the_same_passages(tmp_path):
