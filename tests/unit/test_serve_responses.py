@@ -296,8 +296,13 @@ def test_the_one_item_of_a_conversation_is_its_memory(service):
     other = conversations.create(items=[{"role": "user", "content": "forget this"}])
     conversations.items.create(other.id, items=[item.model_dump(exclude_none=True)])  # a memory takes its place
     assert next(iter(conversations.items.list(other.id))).summary == item.summary
-    with pytest.raises(openai.NotFoundError, match="there is no 'DELETE /v1/conversations/"):
+    assert conversations.items.retrieve(item.id, conversation_id=made.id) == item
+    with pytest.raises(openai.BadRequestError, match="no message can be taken out of it; add a memory"):
         conversations.items.delete(item.id, conversation_id=made.id)
+    for act in (conversations.items.retrieve, conversations.items.delete):
+        with pytest.raises(openai.NotFoundError, match="keeps its memory and no item 'msg_1'"):
+            act("msg_1", conversation_id=made.id)
+    assert next(iter(conversations.items.list(made.id))) == item
 
 
 def test_items_wait_for_the_question_that_is_in_flight(service):

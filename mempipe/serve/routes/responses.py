@@ -157,6 +157,28 @@ async def add_items(conversation: str, asked: ItemsRequest, parts: PartsOfApp, o
     return asked_page(of_memory(session.memory, session.id), PageRequest())
 
 
+@router.get("/conversations/{conversation}/items/{item}", responses=refusals(404))
+async def conversation_item(conversation: str, item: str, parts: PartsOfApp, owner: Owner) -> ReasoningItem:
+    """Shows the item of a conversation: its memory."""
+    session = await parts.store.sessions.get(conversation, owner)
+    found = next((each for each in of_memory(session.memory, session.id) if each.id == item), None)
+    if found is None:
+        raise ApiError(404, f"the conversation keeps its memory and no item {item[:80]!r}", param="item")
+    return found
+
+
+@router.delete("/conversations/{conversation}/items/{item}", responses=refusals(400, 404))
+async def delete_item(conversation: str, item: str, parts: PartsOfApp, owner: Owner) -> None:
+    """Refuses: a message cannot be taken out of a memory."""
+    await conversation_item(conversation, item, parts, owner)
+    raise ApiError(
+        400,
+        "a conversation keeps its memory in place of its messages, and no message can be taken out of it; add a memory "
+        "(an item of type reasoning) that takes its place, or delete the conversation",
+        param="item",
+    )
+
+
 @router.delete("/conversations/{conversation}", responses=refusals(404))
 async def delete_conversation(conversation: str, parts: PartsOfApp, owner: Owner) -> DeletedConversationReply:
     """Forgets a conversation."""
