@@ -70,7 +70,7 @@ def test_a_run_of_a_version_without_a_setting_goes_on_with_its_default(begun):
         saved_state(config(begun, algorithm={"dual_clip": 5.0}), resume="always")
 
 
-@pytest.mark.filterwarnings("error")
+@pytest.mark.filterwarnings("error::mempipe.settings.OldName")  # what a run recorded is not the user's to mend
 def test_a_run_of_a_version_with_another_name_of_a_setting_goes_on(begun):
     file = config(begun).folder / "config.yaml"
     saved = yaml.safe_load(file.read_text())
