@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import suppress
 from typing import Any, cast
 
 import transformers.utils
@@ -25,12 +26,14 @@ for _module in (transformers.utils, transformers.utils.import_utils):
 
 
 def import_vllm_without_scipy() -> None:
-    """Imports the part of vLLM that is for sound as on a machine without scipy, so that the rest does not import it."""
+    """Imports the part of vLLM that is for sound as on a machine without scipy, so that the rest does not import it.
+    A version of vLLM without this part is left as it is."""
     modules = cast(dict[str, Any], sys.modules)
     if "scipy.signal" in modules:
         return
     modules["scipy.signal"] = None  # Python's way to say that a module cannot be imported
     try:
-        importlib.import_module("vllm.multimodal.audio")
+        with suppress(ImportError):
+            importlib.import_module("vllm.multimodal.audio")
     finally:
         del modules["scipy.signal"]

@@ -118,9 +118,7 @@ def engine_environment(variables: dict[str, str]) -> Iterator[None]:
     inside this block, where Python collects no garbage; vLLM does so when its engine is made.
     """
     with _ENVIRONMENT, no_collections():
-        from mempipe.engines.lean_libraries import import_vllm_without_scipy
-
-        import_vllm_without_scipy()
+        from mempipe.engines.lean_libraries import import_vllm_without_scipy  # isort: skip  # before vLLM
         from vllm import envs
 
         before = dict(os.environ)
@@ -128,6 +126,7 @@ def engine_environment(variables: dict[str, str]) -> Iterator[None]:
         envs.disable_envs_cache()  # an earlier engine of this process has cached its own variables
         try:
             with kept_log_targets():
+                import_vllm_without_scipy()
                 yield
         finally:
             for name in os.environ.keys() - before.keys():
