@@ -107,7 +107,7 @@ def bad_row(folder: Path) -> str:
     (folder / "bad.jsonl").write_text("\n".join([*lines, '{"id": "x"}', ""]))
     return (
         f"{folder / 'bad.jsonl'}, line 1001: text is missing; a passage needs `contents`, or `title` and `text` (or "
-        "content, passage, body, paragraph_text)"
+        "content, passage, body, paragraph_text, page_content)"
     )
 
 
