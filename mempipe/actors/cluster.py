@@ -54,8 +54,10 @@ STREAM_THREADS = "StreamingExecutor-"
 STREAM_END_S = 10.0
 """Seconds in which such a thread finishes its present call of Ray."""
 NODE_IS_LATE = "the Ray node did not come up in time; starting it again"
-"""Message of the one retry of a local `ray.init`. Ray kills a node whose agents have not started within 15 s; the limit
-is hard-coded, and importing the agents takes longer on a busy machine."""
+"""Message of a retry of a local `ray.init`. Ray kills a node whose agents have not started within 15 s; the limit is
+hard-coded, and importing the agents takes longer on a busy machine."""
+NODE_STARTS = 4
+"""How often a node is started at most."""
 _WAKE = signal.SIGUSR2  # Ray Tune takes SIGUSR1
 
 
@@ -122,7 +124,8 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
     except Exception as error:
         if not _is_late(error):
             raise
-        raise LaunchError(f"Ray did not start: {one_line(error)}") from error
+        late = "" if address else f"its node did not come up, {NODE_STARTS} times; is the machine too busy? "
+        raise LaunchError(f"Ray did not start: {late}{one_line(error)}") from error
     watch = ClusterWatch(own=not address, if_lost=if_lost)
     try:
         with watch:
@@ -282,22 +285,23 @@ def _end_streams() -> None:
 
 
 def _start_node(options: Mapping[str, Any]) -> None:
-    """Starts a local cluster, with a second attempt when the node does not start."""
+    """Starts a local cluster; a node that does not come up in time is started again, NODE_STARTS times in all."""
     me = psutil.Process()
     before = set(me.children(recursive=True))
-    try:
-        with _on_loopback():
-            ray.init(**options)
-        return
-    except Exception as error:
-        if not _is_late(error):
-            raise
-    for process in set(me.children(recursive=True)) - before:  # the rest of the node
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-    say(NODE_IS_LATE)
-    with _on_loopback():
-        ray.init(**options)
+    for start in range(1, NODE_STARTS + 1):
+        try:
+            with _on_loopback():
+                ray.init(**options)
+            return
+        except Exception as error:
+            if not _is_late(error):
+                raise
+            for process in set(me.children(recursive=True)) - before:  # the rest of the node
+                with suppress(psutil.NoSuchProcess):
+                    process.kill()
+            if start == NODE_STARTS:
+                raise
+            say(NODE_IS_LATE)
 
 
 @contextmanager
