@@ -397,12 +397,13 @@ def _text(row: dict[str, Any], name: str, *, default: str | None = None, may_be_
 
 
 def _of_sentences(value: list[Any]) -> Any:
-    """Returns the text of its sentences, which hold the spaces between them, or of paragraphs of sentences; anything
-    else as it is."""
+    """Returns the text of a list of sentences, which hold the spaces between them, or of a list of such paragraphs.
+    Returns any other list as it is."""
     if all(isinstance(part, str) for part in value):
         return "".join(value)
-    paragraphs = [_of_sentences(part) if isinstance(part, list) else part for part in value]
-    return "\n".join(paragraphs) if all(isinstance(part, str) for part in paragraphs) else value
+    if all(isinstance(part, list) and all(isinstance(sentence, str) for sentence in part) for part in value):
+        return "\n".join("".join(paragraph) for paragraph in value)
+    return value
 
 
 def _split_contents(contents: pa.Array) -> tuple[pa.Array, pa.Array]:

@@ -1,9 +1,9 @@
 """transformers and vLLM without scikit-learn and scipy, where these are installed (mlflow brings both).
 
-transformers imports them for a way to decode and for models that find objects in pictures, vLLM for sound. Nothing here
-uses any of it, and it is a quarter of the CPU time in which a learner, a reference or an engine loads its libraries.
-Importing this module before peft, vLLM and models of transformers leaves it out. Whoever imports scikit-learn or scipy
-itself still gets them.
+transformers imports them for a way to decode and for models that find objects in pictures, vLLM for sound, and nothing
+here does any of that. Without scikit-learn a learner loads its libraries in three quarters of the CPU time. Without
+scipy an engine needs a tenth less, and 64 MB less. Importing this module before peft, vLLM and models of transformers
+leaves them out. Whoever imports scikit-learn or scipy itself still gets them.
 """
 
 from __future__ import annotations

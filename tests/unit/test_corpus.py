@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gzip
 import itertools
 import json
 import re
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import numpy as np
@@ -71,7 +73,10 @@ def test_a_text_may_be_a_list_of_sentences(tmp_path, row, text):
     assert passage.text == text
 
 
-@pytest.mark.parametrize("value", [[1, 2], ["a", None], [["a"], {}], [], [[]]])
+DEEP: Any = functools.reduce(lambda inner, _: [inner], range(300), "a")
+
+
+@pytest.mark.parametrize("value", [[1, 2], ["a", None], [["a"], {}], [["a"], "b"], [], [[]], DEEP])
 def test_a_list_of_anything_else_is_refused(tmp_path, value):
     assert re.search("text is|has no text", refusal(write(tmp_path / "c.jsonl", {"id": "0", "text": value})))
 
