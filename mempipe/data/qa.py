@@ -20,7 +20,7 @@ import pyarrow as pa
 from mempipe.data.config import Columns
 from mempipe.data.input_files import ROWS, InputFile, input_files
 from mempipe.data.objectives import MAX_OBJECTIVES, join_objectives
-from mempipe.data.rows import BadRow, BadRows, read_rows
+from mempipe.data.rows import TOO_DEEP, BadRow, BadRows, read_rows
 from mempipe.data.shapes import LeftOut, Reading, content_id, readings
 from mempipe.data.trajectories import arrow_schema
 from mempipe.settings import ConfigError
@@ -148,6 +148,8 @@ def _read(
                     left_out[str(reason)] += 1
                 except BadRow as fault:
                     bad.add(place, str(fault), kind=fault.kind)
+                except RecursionError:
+                    bad.add(place, TOO_DEEP, kind="too_deep")
                 except ConfigError as error:
                     raise ConfigError(f"{place}: {error}") from error
                 else:

@@ -29,6 +29,8 @@ BLOCK_BYTES = 8 * 2**20
 """Bytes read at once from a file of lines; the memory that a reader needs follows from them."""
 MAX_LINE_BYTES = 256 * 2**20
 """The most bytes of a row; 6,400 documents of context are 4 MB."""
+TOO_DEEP = "lists or objects are nested too deeply"
+"""Fault of a row that Python's parser, or a reader of its values, does not reach the bottom of."""
 _BOM = b"\xef\xbb\xbf"
 _NUM_EXAMPLES = 5
 _ROWS_AT_ONCE = 256
@@ -179,7 +181,7 @@ def parse_object(line: bytes) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise BadRow("not_utf8", f"not UTF-8, byte {error.start} is {line[error.start]:#04x}") from error
     except RecursionError as error:
-        raise BadRow("not_json", "not JSON: lists or objects are nested too deeply") from error
+        raise BadRow("not_json", f"not JSON: {TOO_DEEP}") from error
     except ValueError as error:
         raise BadRow("not_json", f"not JSON: {_said(error)}") from error
     if not isinstance(row, dict):

@@ -212,6 +212,14 @@ def test_sources_without_an_answer_are_no_golden_answer(tmp_path):
     assert "output is" in refusal(jsonl(tmp_path / "rows.jsonl", row))
 
 
+def test_an_answer_in_objects_that_are_nested_deeply_is_one_bad_row(tmp_path):
+    answer = 800 * '{"text": ' + json.dumps(GOLD) + 800 * "}"
+    row = f'{{"question": {json.dumps(ASKED)}, "answer": {answer}}}'
+    (tmp_path / "rows.jsonl").write_text(f"{json.dumps({'question': ASKED, 'answer': GOLD})}\n{row}\n")
+    assert "line 2: lists or objects are nested too deeply" in refusal(tmp_path / "rows.jsonl")
+    assert len(read_questions(tmp_path / "rows.jsonl", max_bad_rows=1)) == 1
+
+
 def test_one_conversation_of_locomo_holds_many_questions(tmp_path):
     item = {
         "sample_id": "conv-26",
