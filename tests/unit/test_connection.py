@@ -99,9 +99,10 @@ def test_a_node_that_does_not_come_up(monkeypatch):
     def init(**options):
         raise error
 
-    error = Exception("The current node timed out\n during startup.")
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(LaunchError, match=r"Ray did not start: The current node timed out during startup\.$"):
+    error = Exception("The current node timed out\n during startup.")
+    late = r"^Ray did not start: its node did not come up, 4 times; .* The current node timed out during startup\.$"
+    with pytest.raises(LaunchError, match=late):
         connected("", name="x").__enter__()
     error = PermissionError(13, "Permission denied", "/tmp/ray")
     with pytest.raises(LaunchError, match=r"^Ray did not start: .*Permission denied: '/tmp/ray'$"):
