@@ -129,8 +129,8 @@ def measure(number: int, claim: Claim, arguments: argparse.Namespace, *, run: Ru
     verdict = verdict_of(deciding)
     settings = f", with {' '.join(arguments.overrides)}" if arguments.overrides else ""
     block = [
-        f"**{verdict.capitalize()}**: seeds {', '.join(map(str, seeds))}, {arguments.questions} questions{settings}.",
-        f"The trainings took {hours:.1f} hours.",
+        f"**{verdict.capitalize()}**: seeds {', '.join(map(str, seeds))}, {arguments.questions} questions{settings}, "
+        f"{hours:.1f} hours of training.",
         "",
         *markdown(deciding, also),
         "",
