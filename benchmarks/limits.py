@@ -1,11 +1,12 @@
 """Where every second goes: each part of mempipe beside its best peer and beside the limit of this machine.
 
-    python -m benchmarks.limits [--fast] [--only NAME ...] [--model FOLDER]
+    python -m benchmarks.limits [--fast] [--only NAME ...] [--model FOLDER] [--run FOLDER]
     python -m benchmarks.limits --compare COMMIT
 
-Each part is a benchmark of its own, run alone in its own process; `--fast` makes all of them short. The rows are kept
-in `--file` with commit and machine. `--compare` measures nothing: it says which rows of the newest commit on this
-machine are slower than those of another commit by more than their spread, and ends with 1 when there are some.
+Each part is a benchmark of its own, run alone in its own process; `--fast` makes all of them short. The service needs
+the agent of a trained run and is left out without `--run`. The rows are kept in `--file` with commit and machine.
+`--compare` measures nothing: it says which rows of the newest commit on this machine are slower than those of another
+commit by more than their spread, and ends with 1 when there are some.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ class Part:
     fast: Sequence[str] = ()
     takes_model: bool = False
     """It has `--model FOLDER`."""
+    needs_run: bool = False
+    """Its first argument is the folder of a trained run."""
 
 
 PARTS = {
@@ -56,6 +59,12 @@ PARTS = {
     ),
     "weights": Part(module="weight_copy", takes_model=True),
     "documents": Part(module="memtrain_builder", fast=("--pivots", "32", "--rounds", "2")),
+    "service": Part(
+        module="serving",
+        thorough=("--only", "speed"),
+        fast=("--only", "speed", "--rounds", "2", "--seconds", "10"),
+        needs_run=True,
+    ),
     "start": Part(module="start", thorough=("--rounds", "3")),
 }
 
@@ -65,6 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--fast", action="store_true", help="less work in each part")
     parser.add_argument("--only", nargs="+", choices=list(PARTS), metavar="NAME", help=f"of {', '.join(PARTS)}")
     parser.add_argument("--model", help="a Hugging Face folder, for the parts that take one")
+    parser.add_argument("--run", help="the folder of a trained run, for the service")
     parser.add_argument("--file", type=Path, default=ROOT / "runs" / "limits.jsonl", help="where rows are kept")
     parser.add_argument("--compare", metavar="COMMIT", help="compare kept rows with those of this commit")
     arguments = parser.parse_args(argv)
@@ -73,12 +83,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     made_by = {"commit": commit(), "machine": machine(), "fast": arguments.fast, "model": arguments.model or ""}
     arguments.file.parent.mkdir(parents=True, exist_ok=True)
     failed, rows = [], []
-    for name in arguments.only or PARTS:
+    names = arguments.only or [name for name, part in PARTS.items() if arguments.run or not part.needs_run]
+    if not arguments.run and any(PARTS[name].needs_run for name in names):
+        parser.error("the part 'service' needs --run, the folder of a trained run")
+    for name in names:
         load = psutil.getloadavg()[0]
         began = time.monotonic()
         print(f"{name} …", end=" ", flush=True)
         try:
-            found = measured(PARTS[name], fast=arguments.fast, model=arguments.model)
+            found = measured(PARTS[name], fast=arguments.fast, model=arguments.model, run=arguments.run)
         except subprocess.CalledProcessError as error:
             failed.append(name)
             print(f"failed: {error.stderr.strip().splitlines()[-1]}")
@@ -91,15 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def measured(part: Part, *, fast: bool, model: str | None) -> list[Row]:
+def measured(part: Part, *, fast: bool, model: str | None, run: str | None) -> list[Row]:
     """Runs a benchmark in a process of its own; returns its rows. Raises CalledProcessError when it fails."""
     of_model = ("--model", model) if model and part.takes_model else ()
+    of_run = (run,) if run and part.needs_run else ()
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "rows.jsonl"
         command = [
             sys.executable,
             "-m",
             f"benchmarks.{part.module}",
+            *of_run,
             *(part.fast if fast else part.thorough),
             *of_model,
         ]

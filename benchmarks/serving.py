@@ -1,14 +1,18 @@
 """What HTTP and Ray Serve cost: the agent service against the same agent loop run directly on an engine.
 
-    python -m benchmarks.serving runs/quickstart [--seconds 20] [key=value ...]
+    python -m benchmarks.serving runs/quickstart [--only speed] [--rounds 3] [--seconds 20] [key=value ...]
 
-One run prints requests/s with p50 and p99 latency at 1, 8 and 32 clients for both, their ratio (aims: .9, .8, .7), when
-the first event of a streamed answer arrives (aim: 50 ms), and the seconds of each turn. Then it lets a service that
-works on OVERLOAD_IN_FLIGHT requests at a time have four times the requests that it can answer, and prints what is shed,
-the p99 of what is answered against that of one client alone (aim: 3), and the memory of the agent's process before and
-after. At the end it prints what a turn costs the engine at turn 2 and turn 20 with a bounded memory and with a full
-history (`benchmarks.turn_seconds` says how). All engines have the same weights and settings and never work at the same
-time.
+`speed`: requests/s with p50 and p99 latency at 1, 8 and 32 clients, directly, from the service, and as streams from the
+service; the ratio of the first two (aims: .9, .8, .7); and when the first event of a stream arrives (aim: 50 ms). Each
+side asks the same questions of its own engine, with the same weights and settings. The sides take turns within each
+round, since cores change their speed over minutes; a ratio is of one round.
+
+`overload`: a service that works on OVERLOAD_IN_FLIGHT requests at a time gets four times the requests that it can
+answer. Printed are the statuses, the p99 of the answers against that of one client alone (aim: 3), and the memory of
+the agent's process before and after.
+
+`turns`: what turn 2 and turn 20 cost an engine with a bounded memory and with a full history
+(`benchmarks.turn_seconds`).
 """
 
 from __future__ import annotations
@@ -17,12 +21,13 @@ import argparse
 import asyncio
 import itertools
 import time
-from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
-from typing import Any, TypeVar
+from statistics import median
+from typing import Any
 
 import httpx
 import numpy as np
@@ -30,7 +35,7 @@ import psutil
 import ray
 
 from benchmarks import turn_seconds
-from mempipe.actors.cluster import connected
+from benchmarks.rows import Row, record
 from mempipe.actors.driver import Driver
 from mempipe.actors.standing import launch_rollout_actors
 from mempipe.data.qa import read_questions
@@ -45,9 +50,10 @@ from tools.processes import free_ports
 CLIENTS = (1, 8, 32)
 OVERLOAD = 4
 OVERLOAD_IN_FLIGHT = 4
-T = TypeVar("T")
-Ask = Callable[[Question], Awaitable[list[float]]]
-"""Asks one question; gives the seconds of its turns, or of its first event."""
+PARTS = ("speed", "overload", "turns")
+DIRECT, SERVICE, STREAMS = "direct", "service", "streams"
+Ask = Callable[[Question], Awaitable[float]]
+"""Asks one question; returns the seconds until its first event, or until its answer where there are no events."""
 
 
 @dataclass
@@ -57,10 +63,7 @@ class Measured:
     rate: float = 0.0
     """Answers per second."""
     latencies: list[float] = field(default_factory=list)
-    by_turn: dict[int, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-    def milliseconds(self, percentile: float) -> float:
-        return 1000 * float(np.percentile(self.latencies, percentile))
+    first_events: list[float] = field(default_factory=list)
 
 
 async def measure(ask: Ask, questions: Sequence[Question], *, num_clients: int, seconds: float) -> Measured:
@@ -79,44 +82,18 @@ async def measure(ask: Ask, questions: Sequence[Question], *, num_clients: int, 
         while (began := clock()) < end or num_open:
             is_within = began < end
             num_open += is_within
-            turns = await ask(next(upcoming))
+            first_event = await ask(next(upcoming))
             if not is_within:
                 continue
             num_open -= 1
             took = clock() - began
             answered += min(end - began, took) / took
             measured.latencies.append(took)
-            for number, value in enumerate(turns, start=1):
-                measured.by_turn[number].append(value)
+            measured.first_events.append(first_event)
 
     await asyncio.gather(*(client() for _ in range(num_clients)))
     measured.rate = answered / seconds
     return measured
-
-
-async def measure_all(ask: Ask, questions: Sequence[Question], *, seconds: float) -> dict[int, Measured]:
-    """Measures every number of clients, after a warm-up."""
-    await measure(ask, questions, num_clients=4, seconds=min(seconds, 3.0))
-    return {n: await measure(ask, questions, num_clients=n, seconds=seconds) for n in CLIENTS}
-
-
-def directly(served: ServedRun, questions: Sequence[Question], *, seconds: float) -> dict[int, Measured]:
-    """Measures the driver of training and evaluation on engine and retriever actors."""
-    with (
-        connected("", name="serving-benchmark") as namespace,
-        launch_rollout_actors(served.main, namespace) as engines,
-    ):
-
-        async def run() -> dict[int, Measured]:
-            driver = Driver(engines.driver_spec(sampling=served.sampling, group_size=1))
-
-            async def ask(question: Question) -> list[float]:
-                (trajectory,) = (await driver.play(question.id, question)).trajectories
-                return [context.generate_seconds + context.search_seconds for context in trajectory.contexts]
-
-            return await measure_all(ask, questions, seconds=seconds)
-
-        return asyncio.run(run())
 
 
 @dataclass
@@ -129,12 +106,13 @@ class Clients:
     async def post(self, question: Question) -> httpx.Response:
         return await self.http.post("/v1/answer", json=self._body(question))
 
-    async def ask(self, question: Question) -> list[float]:
+    async def ask(self, question: Question) -> float:
+        began = time.perf_counter()
         answer = await self.post(question)
         answer.raise_for_status()
-        return [turn["generate_seconds"] + turn["search_seconds"] for turn in answer.json()["turns"]]
+        return time.perf_counter() - began
 
-    async def stream(self, question: Question) -> list[float]:
+    async def stream(self, question: Question) -> float:
         """Returns the seconds until the first event, after the last one."""
         began, first = time.perf_counter(), 0.0
         async with self.http.stream("POST", "/v1/answer", json=self._body(question) | {"stream": True}) as answer:
@@ -143,24 +121,65 @@ class Clients:
                 if line.startswith("event: ") and not first:
                     first = time.perf_counter() - began
                 assert line != "event: error"
-        return [first]
+        return first
 
     def _body(self, question: Question) -> dict[str, Any]:
         body = {"question": question.text, "partition": question.partition}
         return body | ({"text": question.context} if question.context and self.reads else {})
 
 
-def with_service(settings: dict[str, Any], work: Callable[[Clients], Awaitable[T]]) -> T:
-    """Starts the service, and returns what `work` makes of it."""
-    reads = resolve(parse_section(settings, AgentServiceConfig)).main.agent_spec.reads
+@contextmanager
+def service(settings: Mapping[str, Any]) -> Iterator[Callable[[], AbstractAsyncContextManager[Clients]]]:
+    """Starts the service; yields a function that connects clients to it."""
+    reads = resolve(parse_section(dict(settings), AgentServiceConfig)).main.agent_spec.reads
     (port,) = free_ports(1)
-    with served_agent(settings, host="127.0.0.1", port=port) as (url, _):
+    with served_agent(dict(settings), host="127.0.0.1", port=port) as (url, _):
 
-        async def run() -> T:
+        @asynccontextmanager
+        async def connect() -> AsyncIterator[Clients]:
             limits = httpx.Limits(max_connections=None)
             async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as http:
-                return await work(Clients(http, reads))
+                yield Clients(http, reads)
 
+        yield connect
+
+
+def speed(
+    settings: Mapping[str, Any],
+    served: ServedRun,
+    questions: Sequence[Question],
+    *,
+    clients: Sequence[int],
+    rounds: int,
+    seconds: float,
+) -> dict[int, list[dict[str, Measured]]]:
+    """Returns what each number of clients saw in each round, by side."""
+
+    async def run() -> dict[int, list[dict[str, Measured]]]:
+        driver = Driver(actors.driver_spec(sampling=served.sampling, group_size=1))
+
+        async def directly(question: Question) -> float:
+            began = time.perf_counter()
+            await driver.play(question.id, question)
+            return time.perf_counter() - began
+
+        async with connect() as connected:
+            sides: dict[str, Ask] = {DIRECT: directly, SERVICE: connected.ask, STREAMS: connected.stream}
+            for ask in sides.values():
+                await measure(ask, questions, num_clients=min(4, max(clients)), seconds=min(seconds, 3.0))  # warm-up
+
+            async def one_round(num_clients: int) -> dict[str, Measured]:
+                return {
+                    side: await measure(ask, questions, num_clients=num_clients, seconds=seconds)
+                    for side, ask in sides.items()
+                }
+
+            return {number: [await one_round(number) for _ in range(rounds)] for number in clients}
+
+    with (
+        service(settings) as connect,
+        launch_rollout_actors(served.main, ray.get_runtime_context().namespace) as actors,
+    ):
         return asyncio.run(run())
 
 
@@ -176,21 +195,27 @@ class Overloaded:
     """Memory of the agent's process, before and after."""
 
 
-async def overload(clients: Clients, questions: Sequence[Question], *, seconds: float) -> Overloaded:
+def overload(settings: Mapping[str, Any], questions: Sequence[Question], *, seconds: float) -> Overloaded:
     """Sends requests at OVERLOAD times the rate that the service sustains, whatever becomes of them."""
 
-    async def one(number: int, rate: float) -> tuple[int, float]:
-        await asyncio.sleep(number / rate)
-        began = time.perf_counter()
-        answer = await clients.post(questions[number % len(questions)])
-        return answer.status_code, time.perf_counter() - began
+    async def run() -> Overloaded:
+        async with connect() as clients:
 
-    await measure(clients.ask, questions, num_clients=1, seconds=min(seconds, 3.0))  # warm-up
-    alone = await measure(clients.ask, questions, num_clients=1, seconds=seconds)
-    sustainable = await measure(clients.ask, questions, num_clients=OVERLOAD_IN_FLIGHT, seconds=seconds)
-    rate, before = OVERLOAD * sustainable.rate, agent_mebibytes()
-    answers = await asyncio.gather(*(one(number, rate) for number in range(int(rate * seconds))))
-    return Overloaded(alone, sustainable, answers, (before, agent_mebibytes()))
+            async def one(number: int, rate: float) -> tuple[int, float]:
+                await asyncio.sleep(number / rate)
+                began = time.perf_counter()
+                answer = await clients.post(questions[number % len(questions)])
+                return answer.status_code, time.perf_counter() - began
+
+            await measure(clients.ask, questions, num_clients=1, seconds=min(seconds, 3.0))  # warm-up
+            alone = await measure(clients.ask, questions, num_clients=1, seconds=seconds)
+            sustainable = await measure(clients.ask, questions, num_clients=OVERLOAD_IN_FLIGHT, seconds=seconds)
+            rate, before = OVERLOAD * sustainable.rate, agent_mebibytes()
+            answers = await asyncio.gather(*(one(number, rate) for number in range(int(rate * seconds))))
+            return Overloaded(alone, sustainable, answers, (before, agent_mebibytes()))
+
+    with service(settings) as connect:
+        return asyncio.run(run())
 
 
 def agent_mebibytes() -> float:
@@ -203,26 +228,40 @@ def is_agent(command: Sequence[str]) -> bool:
     return bool(command) and command[0].startswith("ray::ServeReplica:agent:agent")
 
 
-def report(direct: dict[int, Measured], served: dict[int, Measured], streamed: dict[int, Measured]) -> None:
-    """Prints the tables."""
-    heads = ["clients", "direct, requests/s", "p50, p99 ms", "service, requests/s", "p50, p99 ms", "service / direct"]
-    print("|", " | ".join([*heads, "first event of a stream, p50, p99 ms"]), "|")
+def report_speed(found: Mapping[int, Sequence[Mapping[str, Measured]]]) -> None:
+    """Prints the table, and records its rows."""
+    heads = [f"{side}, requests/s | p50, p99" for side in (DIRECT, SERVICE)]
+    print("| clients |", " | ".join([*heads, "service / direct", "first event of a stream, p50, p99"]), "|")
     print("|---|---|---|---|---|---|---|")
-    for n in CLIENTS:
-        a, b = direct[n], served[n]
-        times = [f"{each.milliseconds(50):.0f}, {each.milliseconds(99):.0f}" for each in (a, b)]
-        first = ", ".join(f"{1000 * float(np.percentile(streamed[n].by_turn[1], each)):.0f}" for each in (50, 99))
-        ratio = f"{b.rate / a.rate:.2f}"
-        print(f"| {n} | {a.rate:.2f} | {times[0]} | {b.rate:.2f} | {times[1]} | {ratio} | {first} |")
-    print("\n| turn | direct, seconds | service, seconds |\n|---|---|---|")
-    for turn in sorted(direct[1].by_turn.keys() & served[1].by_turn.keys()):
-        print(f"| {turn} | {fmean(direct[1].by_turn[turn]):.3f} | {fmean(served[1].by_turn[turn]):.3f} |")
+    for number, rounds in found.items():
+        rates = {side: [each[side].rate for each in rounds] for side in (DIRECT, SERVICE)}
+        row = Row(
+            name=f"service, {number} {'client' if number == 1 else 'clients'}",
+            unit="requests/s",
+            values=rates[SERVICE],
+            peer="the same agent without HTTP",
+            of_peer=rates[DIRECT],
+        )
+        record(row)
+        cells = [str(number)]
+        for side in (DIRECT, SERVICE):
+            cells += [f"{median(rates[side]):.2f}", _percentiles(each[side].latencies for each in rounds)]
+        ratios = row.ratios(row.of_peer)
+        cells += [f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+        cells += [_percentiles(each[STREAMS].first_events for each in rounds)]
+        print("|", " | ".join(cells), "|")
+
+
+def _percentiles(rounds: Iterable[Sequence[float]]) -> str:
+    """Returns p50 and p99 of all rounds together, in milliseconds."""
+    p50, p99 = 1000 * np.percentile([seconds for each in rounds for seconds in each], [50, 99])
+    return f"{p50:.0f}, {p99:.0f} ms"
 
 
 def report_overload(found: Overloaded) -> None:
     statuses = Counter(status for status, _ in found.answers)
     accepted = [seconds for status, seconds in found.answers if status == 200]
-    p99_ms, alone_ms = 1000 * float(np.percentile(accepted, 99)), found.alone.milliseconds(99)
+    p99_ms, alone_ms = (1000 * float(np.percentile(each, 99)) for each in (accepted, found.alone.latencies))
     print(f"\n{OVERLOAD} times the sustainable {found.sustainable.rate:.2f} requests/s: statuses {dict(statuses)}")
     print(f"p99 of the answered {p99_ms:.0f} ms, {p99_ms / alone_ms:.2f} times that of one client ({alone_ms:.0f} ms)")
     before, after = found.mebibytes
@@ -235,26 +274,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("settings", nargs="*", help="key=value of the service (mempipe/serve/config.py)")
     parser.add_argument("--questions", default="", help="a question file (default: the run's data.validation)")
     parser.add_argument("--num-questions", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=20.0, help="per number of clients")
+    parser.add_argument("--seconds", type=float, default=20.0, help="per side, round and number of clients")
+    parser.add_argument("--rounds", type=int, default=3, help="of `speed`")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
+    )
+    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, metavar="N", help="of `speed`")
     arguments = parser.parse_args(argv)
-    settings = {"run": arguments.run, "max_in_flight": 2 * max(CLIENTS)} | parse_overrides(arguments.settings)
+    settings = {"run": arguments.run, "max_in_flight": 2 * max(arguments.clients)} | parse_overrides(arguments.settings)
     served = resolve(parse_section(settings, AgentServiceConfig))
     file = arguments.questions or served.main.data.validation or f"{arguments.run}/world/validation.parquet"
     if not Path(file).exists():
         raise ConfigError(f"--questions is {file!r}, which does not exist")
     questions = read_questions(file)[: arguments.num_questions]
-    direct = directly(served, questions, seconds=arguments.seconds)
-    assert not ray.is_initialized()
-    seconds = arguments.seconds
-
-    async def both(clients: Clients) -> tuple[dict[int, Measured], dict[int, Measured]]:
-        served = await measure_all(clients.ask, questions, seconds=seconds)
-        return served, await measure_all(clients.stream, questions, seconds=seconds)
-
-    report(direct, *with_service(settings, both))
-    limited = settings | {"max_in_flight": OVERLOAD_IN_FLIGHT}
-    report_overload(with_service(limited, lambda each: overload(each, questions, seconds=seconds)))
-    turn_seconds.report(turn_seconds.measure(served.main.model, served.main.generation))
+    if "speed" in arguments.only:
+        load = {"clients": arguments.clients, "rounds": arguments.rounds, "seconds": arguments.seconds}
+        report_speed(speed(settings, served, questions, **load))
+    if "overload" in arguments.only:
+        limited = settings | {"max_in_flight": OVERLOAD_IN_FLIGHT}
+        report_overload(overload(limited, questions, seconds=arguments.seconds))
+    if "turns" in arguments.only:
+        turn_seconds.report(turn_seconds.measure(served.main.model, served.main.generation))
 
 
 if __name__ == "__main__":

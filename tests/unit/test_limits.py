@@ -101,3 +101,21 @@ def test_a_part_that_fails_is_said_and_the_others_are_measured(tmp_path, monkeyp
 def test_every_part_is_a_benchmark():
     for part in PARTS.values():
         assert importlib.util.find_spec(f"benchmarks.{part.module}") is not None
+
+
+def test_a_part_that_needs_a_trained_run_is_left_out_without_one(tmp_path, monkeypatch, capsys):
+    runs = []
+
+    def measured(part, *, run, **_):
+        runs.append((part.module, run))
+        return [RATE]
+
+    monkeypatch.setattr(limits, "measured", measured)
+    file = ["--file", str(tmp_path / "limits.jsonl")]
+    main(file)
+    assert "serving" not in [module for module, _ in runs]
+    main([*file, "--run", "runs/mine"])
+    assert ("serving", "runs/mine") in runs
+    with pytest.raises(SystemExit):
+        main([*file, "--only", "service"])
+    assert "'service' needs --run, the folder of a trained run" in capsys.readouterr().err

@@ -18,13 +18,13 @@ async def measured(latencies: list[float], *, num_clients: int, seconds: float) 
     """What the clients of a service saw that takes so long for its answers, and how many it was asked at most."""
     upcoming, num_open, most = itertools.cycle(latencies), 0, 0
 
-    async def ask(question: Question) -> list[float]:
+    async def ask(question: Question) -> float:
         nonlocal num_open, most
         num_open += 1
         most = max(most, num_open)
         await asyncio.sleep(next(upcoming))
         num_open -= 1
-        return [0.0]
+        return 0.5
 
     return await serving.measure(ask, QUESTIONS, num_clients=num_clients, seconds=seconds), most
 
@@ -37,7 +37,7 @@ def test_the_rate_is_that_of_a_steady_load_however_long_answers_take(monkeypatch
 
     seen, most = simulated(run())
     assert seen.rate == pytest.approx(32 / 17) and most == 32
-    assert set(seen.latencies) == {17.0} and len(seen.by_turn[1]) == len(seen.latencies)
+    assert set(seen.latencies) == {17.0} and seen.first_events == [0.5] * len(seen.latencies)
 
 
 def test_clients_out_of_step_count_as_much_as_those_in_step(monkeypatch):
