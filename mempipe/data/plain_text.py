@@ -23,7 +23,7 @@ from mempipe.data.corpus import PASSAGE_COLUMNS, corpus_files, parse_passage, re
 from mempipe.data.input_files import CSV, JSON, JSONL, PARQUET, input_files, is_hidden
 from mempipe.data.packaged import PACKAGED
 from mempipe.data.rows import BadRow, BadRows, read_rows
-from mempipe.data.text_files import SUFFIXES, check_reader, read_text_file
+from mempipe.data.text_files import HEADING_WORDS, SUFFIXES, check_reader, read_text_file
 from mempipe.settings import ConfigError
 from mempipe.storage.parquet import parquet_writer
 from mempipe.text import sentences
@@ -36,8 +36,6 @@ PYTHON_REFERENCE = "python-reference"
 PASSAGE_WORDS = 100
 PART_PASSAGES = 10
 """Passages of a section that share a title."""
-HEADING_WORDS = 20
-"""A longer line is not a heading, whatever precedes or underlines it."""
 _LETTERS_A_WORD, _LONGEST_WORD = 6, 30
 _UNDERLINE = re.compile(r"^([=\-*~^\"])\1{2,}\s*$")
 _CLAUSE_END = re.compile(r"[.!?;:…][\"”’')\]]*\s+|[。！？；]")

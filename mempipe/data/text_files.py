@@ -11,6 +11,8 @@ from mempipe.text import replace_surrogates
 
 HTML, PDF = (".html", ".htm"), ".pdf"
 SUFFIXES = (".txt", ".md", *HTML, PDF)
+HEADING_WORDS = 20
+"""A longer line is not a heading, whatever marks it."""
 _HEADINGS = {f"h{level}" for level in range(1, 7)}
 _INLINE = {
     "a",
@@ -60,11 +62,14 @@ def check_reader(file: Path) -> None:
 
 
 def html_text(page: str) -> str:
-    """Returns the visible text of a page, without its navigation."""
+    """Returns the visible text of a page, without its navigation. The title of a page that has no heading of the first
+    level is its heading."""
     parser = _Page()
     parser.feed(page)
     parser.close()
-    return "".join(parser.parts)
+    text, title = "".join(parser.parts), "".join(parser.title).split()
+    is_heading = 0 < len(title) <= HEADING_WORDS and not parser.has_main_heading
+    return f"# {' '.join(title)}\n\n{text}" if is_heading else text
 
 
 class _Page(HTMLParser):
@@ -73,13 +78,18 @@ class _Page(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
         self.parts: list[str] = []
+        self.title: list[str] = []
+        self.has_main_heading = False
         self._unseen: list[str] = []
+        self._in_title = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         if tag in _UNSEEN:
             self._unseen.append(tag)
         elif tag == "body":
             self._unseen.clear()  # a head need not be closed
+        self._in_title = tag == "title" and not {"svg", "math"}.intersection(self._unseen)
+        self.has_main_heading |= tag == "h1"
         if tag == "br":
             self.parts.append("\n")
         elif tag in ("td", "th"):
@@ -90,11 +100,14 @@ class _Page(HTMLParser):
     def handle_endtag(self, tag: str) -> None:
         if tag in self._unseen:
             del self._unseen[self._unseen.index(tag) :]
+        self._in_title = False
         if tag not in _INLINE and tag not in ("br", "td", "th"):
             self.parts.append("\n\n")
 
     def handle_data(self, data: str) -> None:
-        if not self._unseen:
+        if self._in_title:
+            self.title.append(data)
+        elif not self._unseen:
             words = " ".join(data.split())
             before, after = " " * data[:1].isspace(), " " * data[-1:].isspace()
             self.parts.append(f"{before}{words}{after}" if words else " ")

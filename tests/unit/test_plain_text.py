@@ -202,6 +202,22 @@ def test_a_page_is_what_a_browser_shows(tmp_path):
         read(tmp_path, "<html><head><title>x</title></head><body><script>y</script>", "empty.html")
 
 
+@pytest.mark.parametrize(
+    ("page", "title"),
+    [
+        ("<head><title>\n The Nile &amp; its\n sources</title></head><body><p>Long.", "a: The Nile & its sources"),
+        ("<title>The Nile</title><p>Long.", "a: The Nile"),
+        ("<head><title>The Nile - A site</title></head><h1>Nile</h1><p>Long.", "a: Nile"),
+        ("<head><title>A</title></head><body><p>Long.", "a"),
+        ("<body><svg><title>icon</title></svg><p>Long.", "a"),
+        (f"<title>{'word ' * 21}</title><p>Long.", "a"),
+    ],
+)
+def test_the_title_of_a_page_without_a_main_heading_is_its_heading(tmp_path, page, title):
+    (passage,) = read(tmp_path, page, "a.html")
+    assert (passage.title, passage.text) == (title, "Long.")
+
+
 def pdf(*lines: str) -> bytes:
     """The smallest PDF with one page of these lines."""
     drawn = "BT /F1 12 Tf 72 720 Td 14 TL " + " ".join(f"({line}) Tj T*" for line in lines) + " ET"
