@@ -1,5 +1,6 @@
 """Writes the answer to "how much memory is enough?": `budgets.md`, `budgets.html`, the numbers in `budgets.json`, and
-two plots as SVG: the score and the first causes of wrong answers, against the budget.
+two plots as SVG: the score and the first causes of wrong answers, against the budget. Files about another metric than
+exact match have its name (`budgets_f1.md`), and the first report stays.
 
 Every set and every number of hops has its own table, verdict and line. All of them together come last.
 """
@@ -39,7 +40,6 @@ from mempipe.studies.budgets import (
 )
 from mempipe.studies.measured import Measured, ModelSize
 
-PLOT_FILE = "budgets.svg"
 CAUSES_FILE = "causes.svg"
 _COST_HEADS = ["tokens per question", "seconds per question", "largest context", "its KV cache"]
 _REFERENCE_TITLE = "Against agents without a memory budget"
@@ -64,13 +64,14 @@ def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[
         figures=figures,
         metrics={study.metric: definitions()[study.metric]},
     )
-    plots = {PLOT_FILE: plot} | ({CAUSES_FILE: causes[0]} if causes else {})
+    stem = "budgets" if study.metric == "em" else f"budgets_{study.metric}"
+    plots = {f"{stem}.svg": plot} | ({CAUSES_FILE: causes[0]} if causes else {})
     texts = {
-        "budgets.md": "\n".join(
+        f"{stem}.md": "\n".join(
             [*budget_lines(study), *(f"![{plot.title}]({file})" for file, plot in plots.items()), ""]
         ),
-        "budgets.html": page,
-        "budgets.json": json.dumps(budget_numbers(study), indent=1) + "\n",
+        f"{stem}.html": page,
+        f"{stem}.json": json.dumps(budget_numbers(study), indent=1) + "\n",
         **{file: render("chart.svg", chart=with_legend(figure)) for file, figure in plots.items()},
     }
     for file, text in texts.items():

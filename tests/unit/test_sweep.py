@@ -393,6 +393,8 @@ def test_a_sweep_with_all_results_only_writes_its_report(tmp_path, capsys, monke
     assert "mem, world: 4 tokens are not enough" in capsys.readouterr().out
     assert command(["budgets", str(sweep.folder), "--metric", "f1"]) == 0
     assert "| memory tokens | f1, percent | by seed |" in capsys.readouterr().out
+    assert "f1, percent" in (sweep.folder / "budgets_f1.md").read_text()
+    assert (sweep.folder / "budgets.md").read_text() == text
     shutil.rmtree(trials(sweep)[0].suite.folder)
     assert command(["budgets", str(sweep.folder)]) == 2
     assert "mem-memory-4-seed-1 were never started" in capsys.readouterr().err
