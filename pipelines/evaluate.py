@@ -48,7 +48,7 @@ from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, r
 from mempipe.evaluation.table import percent_text
 from mempipe.progress import Progress, say, waiting
 from mempipe.provenance import files_sha256, model_sha256
-from mempipe.reports.evaluation import write_evaluation_report
+from mempipe.reports.evaluation import failure_reasons, write_evaluation_report
 from mempipe.retrieval.manifest import index_sha256
 from mempipe.rollout import prompt_hash
 from mempipe.settings import ConfigError
@@ -387,6 +387,9 @@ def _print(scores: SuiteScores, paths: Sequence[Path]) -> None:
         for note in table.notes:
             console.print(note, soft_wrap=True)
     if failed := sum(cell.num_failed for cell in scores.cells):
-        console.print(f"[bold]{failed} questions failed and count with 0[/bold]; the report says why")
+        counted = "1 question failed and counts" if failed == 1 else f"{failed:,} questions failed and count"
+        console.print(f"[bold]{counted} with 0:[/bold]")
+        for reason in failure_reasons(row for cell in scores.cells for row in cell.rows):
+            console.print(f"  {reason}", soft_wrap=True, markup=False, highlight=False)
     published = ", with published numbers" * any(row.published for table in scores.tables for row in table.rows)
     console.print(f"Report{published}: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True)

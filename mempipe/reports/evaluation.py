@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from mempipe.config import RunConfig
 from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.metrics import definitions
 from mempipe.evaluation.quality_by_turn import TurnQuality
+from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.table import NO_INTERVAL, Row, ScoreTable, percent_text
@@ -126,7 +127,6 @@ def _facts(
     rows = [row for cell in own for row in cell.rows]
     served = settings[f"{run}/{own[0].benchmark.label}"]
     ends = Counter(end for row in rows for end in row.end_reasons)
-    reasons = Counter(row.failed for row in rows if row.failed)
     return {
         "agent": config.agent.name,
         "model": served["weights"],
@@ -138,10 +138,15 @@ def _facts(
         or "none was searched",
         "compat switches on": ", ".join(config.agent.compat.active()) or "none",
         "ends": ", ".join(f"{count} {reason}" for reason, count in ends.most_common()),
-        "failed questions": "; ".join(f"{count} × {reason}" for reason, count in reasons.most_common(_MAX_REASONS))
-        or "none",
-        "num_failed": sum(reasons.values()),
+        "failed questions": "; ".join(failure_reasons(rows)) or "none",
+        "num_failed": sum(bool(row.failed) for row in rows),
     }
+
+
+def failure_reasons(rows: Iterable[ResultRow]) -> list[str]:
+    """Returns why questions failed, the most frequent reasons first, each with the number of its questions."""
+    reasons = Counter(row.failed for row in rows if row.failed)
+    return [f"{count} × {reason}" for reason, count in reasons.most_common(_MAX_REASONS)]
 
 
 def _memory_lines(cells: Sequence[Cell]) -> list[list[str]]:

@@ -127,7 +127,8 @@ def test_a_question_that_does_not_fit_fails_by_name_and_counts_with_0(evaluated)
         cell for cell in json.loads((evaluated.folder / "report.json").read_text())["cells"] if cell["set"] == "world"
     ]
     assert (cell["num_questions"], cell["num_failed"]) == (len(evaluated.questions), 1)
-    assert "1 questions failed" in evaluated.output and "question long" in (evaluated.folder / "report.md").read_text()
+    assert "1 question failed and counts with 0:\n  1 × question long" in evaluated.output
+    assert "question long" in (evaluated.folder / "report.md").read_text()
 
 
 def test_pairs_are_scored_objective_by_objective(evaluated):

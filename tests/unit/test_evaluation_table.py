@@ -775,6 +775,19 @@ def test_the_terminal_promises_published_numbers_only_where_there_are_some(tmp_p
     assert "Report, with published numbers: " in capsys.readouterr().out
 
 
+def test_the_terminal_has_the_most_frequent_reasons_of_failures(tmp_path, capsys):
+    from pipelines.evaluate import _print
+
+    failures = ["[b]too long[/b]"] * 3 + ["late"] * 2 + ["lost", "other"]
+    rows = rows_of(group(0, "Nile"), *(group(number, failed=each) for number, each in enumerate(failures, start=1)))
+    _print(
+        score_suite([Cell(run="a", benchmark=Benchmark(name="nq"), rows=rows)], bootstrap=BOOTSTRAP, seed=1),
+        [tmp_path / "report.html"],
+    )
+    said = capsys.readouterr().out
+    assert "7 questions failed and count with 0:\n  3 × [b]too long[/b]\n  2 × late\n  1 × lost\nReport" in said
+
+
 def test_failures_are_counted_in_the_report_with_their_reasons(tmp_path):
     rows = rows_of(group(0, "Nile"), group(1, failed="question q1 is too long"))
     files = written(tmp_path, Cell(run="a", benchmark=Benchmark(name="nq"), rows=rows))
