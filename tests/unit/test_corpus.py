@@ -141,7 +141,7 @@ def test_contents_are_split_as_wiki_18_writes_them(contents, title, text):
         (b'{"id": "a", "text": "x", "other": -Infinity }', "other is -Infinity, which is not a finite number"),
         (b'{"id": "a", "text": "x", "other": "\xff"}', "not UTF-8, byte 35 is 0xff"),
         (
-            b'{"id": "a", "text": "x", "other": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+            b'{"id": "a", "text": "x", "other": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
             "not JSON: lists or objects are nested too deeply",
         ),
         (b'{"id": "a", "text": "x"} {"id": "b", "text": "x"}', "not JSON"),
@@ -273,7 +273,7 @@ def test_many_rows_at_once_and_one_by_one_give_the_same_passages_and_faults(tmp_
     ("lines", "reason"),
     [
         (
-            [b'{"id":"1","text":"x","o":' + b"[" * 5000 + b"]" * 5000 + b"}", b'{"id":"2","text":"x"}'],
+            [b'{"id":"1","text":"x","o":' + b"[" * 100_000 + b"]" * 100_000 + b"}", b'{"id":"2","text":"x"}'],
             "line 1: not JSON: lists or objects are nested too deeply",
         ),
         (
