@@ -106,14 +106,19 @@ def parse_action(text: str, *, tools: Toolbox, box_in_thought: bool = False) -> 
     return Action(answer=answer, end_reason=EndReason.ANSWERED)
 
 
-def without_blocks(text: str, tag: str) -> str:
-    """Returns the text without the parts from an opening tag to the next closing one, tags included."""
+def between_blocks(text: str, tag: str) -> list[str]:
+    """Returns the parts of the text around those from an opening tag to the next closing one, tags included."""
     pieces: list[str] = []
     place = 0
     for start, end in _spans(text, tag):
         pieces.append(text[place:start])
         place = end
-    return "".join([*pieces, text[place:]])
+    return [*pieces, text[place:]]
+
+
+def without_blocks(text: str, tag: str) -> str:
+    """Returns the text without the parts from an opening tag to the next closing one, tags included."""
+    return "".join(between_blocks(text, tag))
 
 
 def tool_call_texts(text: str) -> list[str]:

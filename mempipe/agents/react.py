@@ -18,7 +18,15 @@ from mempipe.agents.config import AgentConfig, SearchCompat
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import Tokenizer
 from mempipe.agents.registry import AgentSpec
-from mempipe.agents.tagged import STOP_TEXTS, TaggedAgent, TaggedMessage, TaggedPrompts, TaggedRenderer, tagged_thought
+from mempipe.agents.tagged import (
+    STOP_TEXTS,
+    TaggedAgent,
+    TaggedMessage,
+    TaggedPrompts,
+    TaggedRenderer,
+    tagged_messages,
+    tagged_thought,
+)
 from mempipe.agents.tools import SearchLimits, SearchTool
 from mempipe.agents.turn import Memory, Turn, without_stop
 from mempipe.types import EndReason, Question
@@ -143,6 +151,7 @@ AGENT = AgentSpec(
     grows=True,
     stop_texts=STOP_TEXTS,
     thought=tagged_thought,
+    messages=tagged_messages,
     reward={"answer": "em", "wrong_answer": 0.0},
     reward_formats=("none", "search_r1"),
     script="mempipe.data.scripted_agents:ScriptedReact",

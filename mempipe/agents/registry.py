@@ -30,6 +30,11 @@ BUILT_IN = {
 """Name of an agent: the module that holds its `AGENT`."""
 
 
+def whole_text(action: str) -> list[str]:
+    """Returns the text of a turn's action as its only message."""
+    return [action]
+
+
 @dataclass(frozen=True, kw_only=True)
 class AgentSpec:
     """One agent."""
@@ -53,7 +58,10 @@ class AgentSpec:
     stop_texts: tuple[str, ...] = ()
     """Texts that end a message, in addition to the model's stop tokens. Tokens after them would be dropped."""
     thought: Callable[[str], str] = str.strip
-    """The thought in the text of a turn's action, for transcripts."""
+    """The thought in the text of a message, for transcripts."""
+    messages: Callable[[str], list[str]] = whole_text
+    """The messages in the text of a turn's action, without the observations between them, for transcripts. A turn has
+    one unless the agent `grows`."""
     reward: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `reward` as published; those that a config names win."""
     reward_formats: tuple[str, ...] = ("none",)

@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 
 from mempipe.agents.budget import SearchBudget
 from mempipe.agents.prompt_set import PromptSet
-from mempipe.agents.protocol import Tokenizer, thought_of, without_blocks
+from mempipe.agents.protocol import Tokenizer, between_blocks, thought_of, without_blocks
 from mempipe.agents.rendering import SearchRenderer, encode_pieces, fit_passages
 from mempipe.agents.tools import InvalidCall, SearchTool
 from mempipe.agents.turn import Agent, Turn, without_stop
@@ -162,3 +162,8 @@ class TaggedAgent(Agent[T]):
 def tagged_thought(action: str) -> str:
     """Returns the thoughts of an assistant message with tagged queries and answers; observations are not thoughts."""
     return thought_of(without_blocks(action, "information"), actions=("<search>", "<answer>"))
+
+
+def tagged_messages(action: str) -> list[str]:
+    """Returns the messages of a whole history: the texts around its observations."""
+    return [message for message in between_blocks(action, "information") if message.strip()]

@@ -32,6 +32,7 @@ from mempipe.evaluation.table import score_interval
 from mempipe.faults import ServiceFault
 from mempipe.loader import parse_section
 from mempipe.progress import Progress
+from mempipe.reports.steps import ActionText
 from mempipe.reports.trace import trajectory_lines
 from mempipe.rollout import Control, RolloutFn, agent_code, make_rollout, prompt_hash, run_group
 from mempipe.settings import ConfigError
@@ -132,7 +133,8 @@ class Evaluation:
         """Returns the attempts at a question as text, turn by turn. Raises ConfigError for an unknown id."""
         for group in self.groups:
             if group.question.id == question_id:
-                attempts = [trajectory_lines(group.question, each) for each in group.trajectories]
+                text = ActionText.of(self.config.agent_spec)
+                attempts = [trajectory_lines(group.question, each, text=text) for each in group.trajectories]
                 return "\n".join(line for lines in attempts for line in lines) or group.failed
         raise ConfigError(f"question_id is {question_id!r}, which no question of the evaluation has")
 

@@ -200,18 +200,18 @@ _ATTEMPT: dict[str, Any] = {
 
 def _turns(each: Traced) -> list[dict[str, Any]]:
     question, attempt = each.question, each.trajectory
-    has_facts = bool(question.evidence) and not each.full_history
+    has_facts = bool(question.evidence) and not each.text.full_history
     shared = {
         "phase": each.phase,
         "question_id": question.id,
         "member": attempt.member,
         "hops": question.num_hops or None,
         "em": attempt.em,
-        "first_cause": causes_text(first_causes(attempt, question, growing=each.full_history)),
+        "first_cause": causes_text(first_causes(attempt, question, growing=each.text.full_history)),
     }
     rows = []
     for index, (context, states) in enumerate(zip(attempt.contexts, fact_states(attempt, question), strict=True)):
-        wrote = not each.full_history and is_memory_turn(attempt, index)
+        wrote = not each.text.full_history and is_memory_turn(attempt, index)
         gained, known, lost = (states.count(state) for state in (FactState.GAINED, FactState.KNOWN, FactState.LOST))
         facts = {"facts_held": known + gained, "facts_gained": gained, "facts_lost": lost}
         rows.append(

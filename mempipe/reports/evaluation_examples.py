@@ -10,6 +10,7 @@ from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.results import ResultRow, read_groups
 from mempipe.reports.evaluation_figures import style_of
 from mempipe.reports.examples import Example, facts_of, side
+from mempipe.reports.steps import ActionText
 from mempipe.types import Group
 
 NUM_EXAMPLES = 3
@@ -31,7 +32,7 @@ def side_by_side(folder: Path, cells: Sequence[Cell], configs: Mapping[str, RunC
             question=groups[runs[0]][id].question.text,
             facts=facts_of(groups[runs[0]][id].question),
             sides=[
-                side(run, groups[run][id], style=style_of(number), thought=configs[run].agent_spec.thought)
+                side(run, groups[run][id], style=style_of(number), text=ActionText.of(configs[run].agent_spec))
                 for number, run in enumerate(runs)
             ],
         )

@@ -4,7 +4,7 @@ changed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from difflib import SequenceMatcher
 
@@ -12,6 +12,7 @@ from mempipe.data.partitions import main_partition
 from mempipe.evaluation.metrics import right_answers
 from mempipe.facts import finds, golden_by_objective
 from mempipe.reports.pages import cut
+from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, Step, steps
 from mempipe.types import Context, Group, Question, Trajectory
 
 _NUM_EXAMPLES = 3
@@ -64,20 +65,15 @@ class Example:
     sides: list[Side]
 
 
-def examples(
-    before: Sequence[Group], after: Sequence[Group], *, thought: Callable[[str], str] = str.strip
-) -> list[Example]:
-    """Returns the examples of the page for the questions that `choose_examples` chooses.
-
-    `thought` finds the thought in the text of an action (`AgentSpec.thought`).
-    """
+def examples(before: Sequence[Group], after: Sequence[Group], *, text: ActionText = UNKNOWN_AGENT) -> list[Example]:
+    """Returns the examples of the page for the questions that `choose_examples` chooses."""
     return [
         Example(
             question=last.question.text,
             facts=facts_of(last.question),
             sides=[
-                side("Before", first, style="before", thought=thought),
-                side("After", last, style="after", thought=thought),
+                side("Before", first, style="before", text=text),
+                side("After", last, style="after", text=text),
             ],
         )
         for first, last in choose_examples(before, after)
@@ -137,46 +133,43 @@ def memory_diff(before: str, after: str) -> Words:
     return words
 
 
-def shown_turns(
-    trajectory: Trajectory, question: Question, *, thought: Callable[[str], str] = str.strip
-) -> list[ShownTurn]:
-    """Returns the turns as a page shows them, long texts cut. Turns that repeat the one before are shown once."""
+def shown_turns(trajectory: Trajectory, question: Question, *, text: ActionText = UNKNOWN_AGENT) -> list[ShownTurn]:
+    """Returns the turns as a page shows them, long texts cut. Every message of a whole history is a turn. Turns that
+    repeat the one before are shown once."""
     shown: list[ShownTurn] = []
-    for before, context in zip([None, *trajectory.contexts], trajectory.contexts, strict=False):
-        if before is not None and _same(before, context):
-            shown[-1] = replace(shown[-1], last=context.index + 1)
+    before = None
+    turns = ((context, step) for context in trajectory.contexts for step in steps(context, text))
+    for number, (context, step) in enumerate(turns, start=1):
+        content = (step, context.chunk, context.memory_before, context.memory_after, context.memory_truncated)
+        if content == before:
+            shown[-1] = replace(shown[-1], last=number)
         else:
-            shown.append(_shown_turn(context, question, thought))
+            shown.append(_shown_turn(number, context, step, question, text))
+        before = content
     return shown
 
 
-def _same(first: Context, second: Context) -> bool:
-    """Returns whether a turn repeats another one: the same message, passages or chunk, and memories."""
-    return all(
-        getattr(first, name) == getattr(second, name)
-        for name in ("action", "searches", "chunk", "memory_before", "memory_after", "memory_truncated")
-    )
-
-
-def _shown_turn(context: Context, question: Question, thought: Callable[[str], str]) -> ShownTurn:
+def _shown_turn(number: int, context: Context, step: Step, question: Question, text: ActionText) -> ShownTurn:
     needed = {fact.passage_id for fact in question.evidence}
-    passages = [(p.title, p.text, p.id in needed) for search in context.searches for p in search.passages]
+    passages = [(p.title, p.text, p.id in needed) for search in step.searches for p in search.passages]
     if context.chunk:
         passages.append(("", context.chunk, any(finds(context, fact) for fact in question.evidence)))
     truncated = " (cut to its budget)" if context.memory_truncated else ""
-    thinking, queries = thought(context.action), [search.query for search in context.searches]
+    thinking, queries = text.thought(step.message), [search.query for search in step.searches]
+    in_all = " in all turns" if text.full_history else ""
+    sizes = f"{context.num_prompt_tokens:,} prompt tokens, {context.num_sampled_tokens:,} sampled{in_all}"
     return ShownTurn(
-        number=context.index + 1,
-        last=context.index + 1,
-        sizes=f"{context.num_prompt_tokens:,} prompt tokens, {context.num_sampled_tokens:,} sampled",
+        number=number,
+        last=number,
+        sizes=sizes if number == context.index + 1 else "",
         thought=cut(thinking, _MAX_CHARS),
         queries=[cut(query, _MAX_CHARS) for query in queries],
-        action="" if thinking or queries else cut(context.action, _MAX_CHARS),
+        action="" if thinking or queries else cut(step.message, _MAX_CHARS),
         passages=[
             ShownPassage(title=title, text=cut(text, _MAX_PASSAGE_CHARS), needed=is_needed)
             for title, text, is_needed in passages
         ],
-        wrote=bool(context.searches or context.memory_after),
+        wrote=not text.full_history and bool(step.searches or context.memory_after),
         memory_head=f"memory, {context.num_new_memory_tokens:,} tokens{truncated}: ",
         memory=memory_diff(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS)),
     )
@@ -198,7 +191,7 @@ def _is_right(group: Group) -> bool:
     return group.trajectories[0].em == 1.0
 
 
-def side(label: str, group: Group, *, style: str, thought: Callable[[str], str]) -> Side:
+def side(label: str, group: Group, *, style: str, text: ActionText) -> Side:
     """Returns the first attempt of the group as one column of an example."""
     trajectory = group.trajectories[0]
     reason = str(trajectory.end_reason).replace("_", " ")
@@ -206,7 +199,7 @@ def side(label: str, group: Group, *, style: str, thought: Callable[[str], str])
     return Side(
         label=label,
         style=style,
-        turns=shown_turns(trajectory, group.question, thought=thought),
+        turns=shown_turns(trajectory, group.question, text=text),
         right=trajectory.em == 1.0,
         answer=cut(answer, _MAX_CHARS),
         reward=f"reward {trajectory.reward:.2f}",

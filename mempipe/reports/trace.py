@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from mempipe.facts import is_memory_turn
 from mempipe.reports.examples import choose_examples, golden_text
+from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, steps
 from mempipe.reports.traced import Traced, phases_of
 from mempipe.settings import ConfigError
 from mempipe.types import Group, Question, Trajectory
@@ -49,32 +50,38 @@ def trace_lines(shown: Sequence[Traced], *, total: int) -> list[str]:
     """Returns the text of `shown` and, as its last line, how to see the others of `total`."""
     lines = []
     for each in shown:
-        lines += [*trajectory_lines(each.question, each.trajectory), ""]
+        lines += [*trajectory_lines(each.question, each.trajectory, text=each.text), ""]
     if len(shown) == total:
         return lines
     others = "--question TEXT, --phase PHASE and --limit N choose others; --html FILE shows all in a browser"
     return [*lines, f"{len(shown)} of {total:,} trajectories; {others}"]
 
 
-def trajectory_lines(question: Question, trajectory: Trajectory) -> list[str]:
-    """Returns one trajectory as text."""
+def trajectory_lines(question: Question, trajectory: Trajectory, *, text: ActionText = UNKNOWN_AGENT) -> list[str]:
+    """Returns one trajectory as text. Every message of a whole history is a turn."""
     lines = [
         f"{trajectory.id}",
         f"  question  {question.text}",
         f"  golden    {golden_text(question, between=' | ')}",
     ]
     for index, context in enumerate(trajectory.contexts):
+        in_all = " in all turns" if text.full_history else ""
         lines.append(
             f"  turn {context.index + 1}: {context.num_prompt_tokens} prompt tokens, "
-            f"{context.num_sampled_tokens} sampled"
+            f"{context.num_sampled_tokens} sampled{in_all}"
         )
-        lines.append(f"    memory   {context.memory_before or '(empty)'}")
+        if not text.full_history:
+            lines.append(f"    memory   {context.memory_before or '(empty)'}")
         if context.chunk:
             lines.append(f"    chunk    {_one_line(context.chunk)}")
-        lines.append(f"    action   {_one_line(context.action)}")
-        for search in context.searches:
-            lines += [f"    passage  {_one_line(f'[{p.title}] {p.text}')}" for p in search.passages]
-        if is_memory_turn(trajectory, index) and context.memory_after != context.action:  # not already shown as action
+        for number, step in enumerate(steps(context, text), start=context.index + 1):
+            if number > context.index + 1:
+                lines.append(f"  turn {number}")
+            lines.append(f"    action   {_one_line(step.message)}")
+            for search in step.searches:
+                lines += [f"    passage  {_one_line(f'[{p.title}] {p.text}')}" for p in search.passages]
+        wrote = is_memory_turn(trajectory, index) and not text.full_history
+        if wrote and context.memory_after != context.action:  # not already shown as action
             cut = " (cut to its budget)" if context.memory_truncated else ""
             lines.append(f"    wrote    {context.memory_after or '(nothing)'}{cut}")
     for recall in trajectory.recalls:

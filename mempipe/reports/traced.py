@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from mempipe.agents.registry import agent_spec
 from mempipe.config import DEFAULT_AGENT
 from mempipe.evaluation.recorded import Recorded, read_recorded
 from mempipe.loader import parse_section, section_values
+from mempipe.reports.steps import UNKNOWN_AGENT, ActionText
 from mempipe.settings import ConfigError
 from mempipe.types import Question, Trajectory
 
@@ -18,17 +19,14 @@ from mempipe.types import Question, Trajectory
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traced:
     """One trajectory. `phase` is "before" or "after" the training, or RUN/SET of an evaluation; `memory_budget` is in
-    tokens, None where the whole history is carried or the run's settings are not known; `thought` finds the thought in
-    the text of an action.
+    tokens, None where the whole history is carried or the run's settings are not known.
     """
 
     phase: str
     question: Question
     trajectory: Trajectory
     memory_budget: int | None
-    thought: Callable[[str], str]
-    full_history: bool = False
-    """The agent carries its whole history in one context and writes no memory."""
+    text: ActionText = UNKNOWN_AGENT
 
     @property
     def key(self) -> str:
@@ -43,24 +41,23 @@ def read_traced(path: Path) -> list[Traced]:
 
 
 def _traced(recorded: Recorded) -> list[Traced]:
-    budget, thought, full_history = _facts(recorded.settings, recorded.place)
+    budget, text = _facts(recorded.settings, recorded.place)
     return [
         Traced(
             phase=recorded.phase or group.id.removesuffix(group.question.id).strip("/"),  # PHASE/QUESTION
             question=group.question,
             trajectory=trajectory,
             memory_budget=budget,
-            thought=thought,
-            full_history=full_history,
+            text=text,
         )
         for group in recorded.groups
         for trajectory in group.trajectories
     ]
 
 
-def _facts(values: Mapping[str, Any], place: Path) -> tuple[int | None, Callable[[str], str], bool]:
+def _facts(values: Mapping[str, Any], place: Path) -> tuple[int | None, ActionText]:
     if not values:
-        return None, str.strip, False
+        return None, UNKNOWN_AGENT
     spec = agent_spec(values.get("agent", {}).get("name", DEFAULT_AGENT))
     try:
         budget = parse_section(section_values(values, "budget"), spec.budget)
@@ -69,7 +66,7 @@ def _facts(values: Mapping[str, Any], place: Path) -> tuple[int | None, Callable
             f"the budget of the run that wrote {place} cannot be read ({error}); read it with the version of mempipe "
             "that wrote it"
         ) from error
-    return budget.memory_limit, spec.thought, spec.grows
+    return budget.memory_limit, ActionText.of(spec)
 
 
 def phases_of(traced: Sequence[Traced]) -> list[str]:

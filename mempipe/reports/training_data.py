@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -23,6 +23,7 @@ from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_
 from mempipe.loader import parse_section
 from mempipe.provenance import differences
 from mempipe.reports.alarms import alarms
+from mempipe.reports.steps import ActionText
 from mempipe.runs import read_state, saved_settings, saved_source
 from mempipe.tracking.losses import read_losses
 from mempipe.tracking.metrics_file import describe_bad_lines, read_metrics, read_rows
@@ -75,9 +76,9 @@ class ReportData:
         return self._agent.grows
 
     @property
-    def thought(self) -> Callable[[str], str]:
-        """Finds the thought in the text of an action."""
-        return self._agent.thought
+    def text(self) -> ActionText:
+        """Returns how the text of an action is read."""
+        return ActionText.of(self._agent)
 
     @property
     def _agent(self) -> AgentSpec:

@@ -133,15 +133,18 @@ def render_page(data: ReportData, numbers: Numbers) -> str:
             _section("Learning", _learning_chart(data, numbers), _hops_chart(numbers)),
             _section(
                 "What reinforcement learning repaired",
-                _memory_chart(numbers),
+                None if data.growing else _memory_chart(numbers),
                 *(_by_turn_chart(numbers, rate) for rate in _BY_TURN),
                 _end_chart(numbers),
             ),
-            _section("A bounded context", _context_chart(data), _memory_size_chart(data)),
+            _section(
+                "The context" if data.growing else "A bounded context", _context_chart(data), _memory_size_chart(data)
+            ),
             _seconds_section(data),
             _section("Health of the training", *_small_charts(data), style="small", folded=True),
         ],
-        examples=examples(data.before, data.after, thought=data.thought),
+        examples=examples(data.before, data.after, text=data.text),
+        has_memory=not data.growing,
         settings=_flatten(data.settings),
         commands=_commands(data),
     )

@@ -106,9 +106,9 @@ def _draw_trajectory(drawing: _Drawing, traced: Traced) -> None:
     trajectory = traced.trajectory
     drawing.text(_HEADS.get(traced.phase, traced.phase), style="head")
     drawing.y += 10
-    for turn in shown_turns(trajectory, traced.question, thought=traced.thought)[:-1]:
+    *turns, last = shown_turns(trajectory, traced.question, text=traced.text)
+    for turn in turns:
         _draw_turn(drawing, turn)
-    last = shown_turns(trajectory, traced.question, thought=traced.thought)[-1]
     if last.queries or trajectory.answer is None:
         _draw_turn(drawing, last)
     top, right = drawing.y, trajectory.em == 1.0
@@ -128,7 +128,7 @@ def _draw_turn(drawing: _Drawing, turn: ShownTurn) -> None:
     top, inner = drawing.y, _CHARS - 8
     drawing.y += 3
     numbers = f"turn {turn.number}" if turn.last == turn.number else f"turns {turn.number} to {turn.last}"
-    drawing.text(f"{numbers} · {turn.sizes}", style="quiet", indent=12, chars=_CHARS)
+    drawing.text(" · ".join(filter(None, (numbers, turn.sizes))), style="quiet", indent=12, chars=_CHARS)
     for query in turn.queries:
         drawing.text(query, label="search", indent=12, chars=inner)
     for passage in [each for each in turn.passages if each.needed][:1] or turn.passages[:1]:

@@ -83,7 +83,7 @@ def _trajectory(traced: Traced, number) -> dict[str, Any]:
 
 def _turn(traced: Traced, index: int, context: Context, needed: set[str], number) -> dict[str, Any]:
     return {
-        "thought": cut(traced.thought(context.action), _MAX_CHARS),
+        "thought": cut(traced.text.thought(context.action), _MAX_CHARS),
         "message": cut(context.action, _MAX_CHARS),
         "searches": [
             {"query": search.query, "passages": [[number(p), p.id in needed] for p in search.passages]}
@@ -94,7 +94,7 @@ def _turn(traced: Traced, index: int, context: Context, needed: set[str], number
             for use in context.tool_uses
         ],
         "chunk": _chunk(context, traced.question, number),
-        "wrote": is_memory_turn(traced.trajectory, index),
+        "wrote": not traced.text.full_history and is_memory_turn(traced.trajectory, index),
         "memory": memory_diff(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS)),
         "truncated": context.memory_truncated,
         "tokens": {

@@ -167,7 +167,7 @@ def test_turns_are_paid_for_every_objective():
 
 
 def test_pages_show_every_objective():
-    traced = Traced(phase="", question=PAIR, trajectory=HALF, memory_budget=8, thought=str.strip)
+    traced = Traced(phase="", question=PAIR, trajectory=HALF, memory_budget=8)
     (shown,) = viewer_data([traced])["trajectories"]
     assert shown["golden"] == "Oslo or Christiania; Riga" and shown["verdict"] == "1 of 2 right"
     assert shown["factsOf"] == [[0, 1], [2]] and shown["turns"][1]["facts"] == ["known", "missing", "gained"]

@@ -32,6 +32,7 @@ from mempipe.reports.charts import (
 )
 from mempipe.reports.examples import choose_examples, examples, memory_diff, shown_turns
 from mempipe.reports.pages import render
+from mempipe.reports.steps import ActionText
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
 from mempipe.reports.training_page import render_page
@@ -475,6 +476,15 @@ def test_what_a_step_logs_about_its_learning_is_drawn(tmp_path):
         assert title in text, title
 
 
+def test_the_page_of_a_full_history_names_no_memory(tmp_path):
+    settings = make_data().settings
+    react = page_of(tmp_path, settings={**settings, "agent": {"name": "react"}, "budget": {}})
+    other = page_of(tmp_path)
+    for text in ("In memories: ", "Memory quality", "A bounded context", "memory-head"):
+        assert text in other and text not in react.partition("<main>")[2], text
+    assert "marks passages and chunks that hold" in react and "<h2>The context</h2>" in react
+
+
 def test_settings_are_folded_away(tmp_path):
     assert re.search(r"<details><summary><h2>Settings</h2></summary> <dl", page_of(tmp_path))
 
@@ -486,7 +496,7 @@ def test_examples_show_thought_and_query_and_a_repeated_turn_once():
     turns = [dataclasses.replace(search, index=index) for index in range(4)]
     turns.append(dataclasses.replace(turns[0], index=4, action="other"))
     trajectory = dataclasses.replace(group.trajectories[0], contexts=turns)
-    shown = shown_turns(trajectory, group.question, thought=agent_spec("memsearcher").thought)
+    shown = shown_turns(trajectory, group.question, text=ActionText.of(agent_spec("memsearcher")))
     assert [(turn.number, turn.last) for turn in shown] == [(1, 4), (5, 5)]
     assert (shown[0].thought, shown[0].queries, shown[0].action) == ("need it", ["x"], "")
 
