@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 
 from mempipe.data.partitions import main_partition
 from mempipe.evaluation.metrics import right_answers
-from mempipe.facts import finds, golden_by_objective
+from mempipe.facts import finds, golden_by_objective, is_memory_turn
 from mempipe.reports.pages import cut
 from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, Step, steps
 from mempipe.types import Context, Group, Question, Trajectory
@@ -138,18 +138,22 @@ def shown_turns(trajectory: Trajectory, question: Question, *, text: ActionText 
     repeat the one before are shown once."""
     shown: list[ShownTurn] = []
     before = None
-    turns = ((context, step) for context in trajectory.contexts for step in steps(context, text))
-    for number, (context, step) in enumerate(turns, start=1):
+    turns = ((index, step) for index, context in enumerate(trajectory.contexts) for step in steps(context, text))
+    for number, (index, step) in enumerate(turns, start=1):
+        context = trajectory.contexts[index]
         content = (step, context.chunk, context.memory_before, context.memory_after, context.memory_truncated)
         if content == before:
             shown[-1] = replace(shown[-1], last=number)
         else:
-            shown.append(_shown_turn(number, context, step, question, text))
+            wrote = not text.full_history and is_memory_turn(trajectory, index)
+            shown.append(_shown_turn(number, context, step, question, text, wrote=wrote))
         before = content
     return shown
 
 
-def _shown_turn(number: int, context: Context, step: Step, question: Question, text: ActionText) -> ShownTurn:
+def _shown_turn(
+    number: int, context: Context, step: Step, question: Question, text: ActionText, *, wrote: bool
+) -> ShownTurn:
     needed = {fact.passage_id for fact in question.evidence}
     passages = [(p.title, p.text, p.id in needed) for search in step.searches for p in search.passages]
     if context.chunk:
@@ -169,7 +173,7 @@ def _shown_turn(number: int, context: Context, step: Step, question: Question, t
             ShownPassage(title=title, text=cut(text, _MAX_PASSAGE_CHARS), needed=is_needed)
             for title, text, is_needed in passages
         ],
-        wrote=not text.full_history and bool(step.searches or context.memory_after),
+        wrote=wrote,
         memory_head=f"memory, {context.num_new_memory_tokens:,} tokens{truncated}: ",
         memory=memory_diff(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS)),
     )

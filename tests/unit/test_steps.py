@@ -119,3 +119,11 @@ def test_the_terminal_and_the_picture_show_them_too(tmp_path):
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn.index(">one<") < drawn.index("a says so") < drawn.index(">two<") < drawn.index("b says so")
     assert ">turn 2<" in drawn and ">memory<" not in drawn
+
+
+def test_a_turn_that_answers_has_no_memory_on_the_page():
+    answered, unanswered = (group("after", 1, right=right).trajectories[0] for right in (True, False))
+    last = turn(2, "Oslo Ann", "", passage="b")  # MEM1 answers in the context that holds the passages
+    for made, wrote in ((answered, [True, True, False]), (unanswered, [True, True, True])):
+        trajectory = dataclasses.replace(made, contexts=[*made.contexts[:2], last])
+        assert [each.wrote for each in shown_turns(trajectory, QUESTION)] == wrote
