@@ -18,6 +18,7 @@ WIDE, SMALL, NARROW = (560, 300), (360, 210), (320, 260)  # width and height in 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 14, 46
 _SHARE_SIZE = (1000, 1)  # the page stretches it
 _CHAR_WIDTH, _VALUE_CHAR_WIDTH, _ROW = 6.8, 6.2, 16
+_OVERHANG = 2  # letters by which a word may be wider than its room before it is split
 _LEAST_NOTE_ROOM = 60  # px; notes below narrower groups would be columns of single words
 
 
@@ -296,7 +297,9 @@ def _bar(plot: _Plot, bar: Bar, x: float, width: float, y_format: Callable[[floa
 
 
 def _wrapped(text: str, room: float) -> list[str]:
-    return textwrap.wrap(text, max(4, math.floor(room / _CHAR_WIDTH)))
+    width = max(4, math.floor(room / _CHAR_WIDTH))
+    longest = max(map(len, text.split()), default=0)
+    return textwrap.wrap(text, longest if width < longest <= width + _OVERHANG else width)
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Shape:

@@ -511,6 +511,17 @@ def test_labels_of_narrow_bars_are_shortened_before_they_collide():
     assert labels(6) == ["100 %", "100 %"] * 6
 
 
+def test_a_word_is_not_split_for_a_letter_or_two():
+    def drawn_labels(label: str, num_groups: int) -> list[str]:
+        groups = [BarGroup(label=label, bars=[Bar(value=0.5, style="x")])] * num_groups
+        shapes = bar_chart(groups, title="t", y_max=1.0).shapes
+        return [shape.text for shape in shapes if shape.style == "label"]
+
+    assert drawn_labels("contradicted", 6) == ["contradicted"] * 6
+    assert drawn_labels("contradicted by", 6) == ["contradicted", "by"] * 6
+    assert len(drawn_labels("a" * 40, 6)) > 6, "a longer one is split, and stays in its room"
+
+
 def test_a_gap_in_the_numbers_is_a_gap_in_the_line():
     points = [(0, 1.0), (1, 2.0), (2, math.nan), (3, 4.0), (4, 5.0), (5, math.inf), (6, 1.0)]
     chart = line_chart([Series(label="x", style="after", points=points)], title="t", x_label="step")
