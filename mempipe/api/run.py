@@ -19,7 +19,7 @@ from mempipe.environment import prepare_process
 from mempipe.evaluation.causes import first_causes
 from mempipe.evaluation.held_out import read_held_out
 from mempipe.evaluation.suite import merged
-from mempipe.facts import FactState, fact_states, is_memory_turn
+from mempipe.facts import FactState, fact_states
 from mempipe.loader import load_config, load_values, parse_section
 from mempipe.reports.traced import Traced, read_traced
 from mempipe.runs import Resume, read_state
@@ -211,7 +211,7 @@ def _turns(each: Traced) -> list[dict[str, Any]]:
     }
     rows = []
     for index, (context, states) in enumerate(zip(attempt.contexts, fact_states(attempt, question), strict=True)):
-        wrote = not each.text.full_history and is_memory_turn(attempt, index)
+        wrote = each.text.wrote_memory(attempt, index)
         gained, known, lost = (states.count(state) for state in (FactState.GAINED, FactState.KNOWN, FactState.LOST))
         facts = {"facts_held": known + gained, "facts_gained": gained, "facts_lost": lost}
         rows.append(

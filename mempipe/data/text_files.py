@@ -62,8 +62,8 @@ def check_reader(file: Path) -> None:
 
 
 def html_text(page: str) -> str:
-    """Returns the visible text of a page, without its navigation. The title of a page that has no heading of the first
-    level is its heading."""
+    """Returns the visible text of a page, without its navigation. The title of a page that shows no heading of the
+    first level is its heading."""
     parser = _Page()
     parser.feed(page)
     parser.close()
@@ -89,7 +89,7 @@ class _Page(HTMLParser):
         elif tag == "body":
             self._unseen.clear()  # a head need not be closed
         self._in_title = tag == "title" and not {"svg", "math"}.intersection(self._unseen)
-        self.has_main_heading |= tag == "h1"
+        self.has_main_heading |= tag == "h1" and not self._unseen
         if tag == "br":
             self.parts.append("\n")
         elif tag in ("td", "th"):

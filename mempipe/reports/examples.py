@@ -10,7 +10,7 @@ from difflib import SequenceMatcher
 
 from mempipe.data.partitions import main_partition
 from mempipe.evaluation.metrics import right_answers
-from mempipe.facts import finds, golden_by_objective, is_memory_turn
+from mempipe.facts import finds, golden_by_objective
 from mempipe.reports.pages import cut
 from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, Step, steps
 from mempipe.types import Context, Group, Question, Trajectory
@@ -137,22 +137,25 @@ def shown_turns(trajectory: Trajectory, question: Question, *, text: ActionText 
     """Returns the turns as a page shows them, long texts cut. Every message of a whole history is a turn. Turns that
     repeat the one before are shown once."""
     shown: list[ShownTurn] = []
-    before = None
-    turns = ((index, step) for index, context in enumerate(trajectory.contexts) for step in steps(context, text))
-    for number, (index, step) in enumerate(turns, start=1):
-        context = trajectory.contexts[index]
-        content = (step, context.chunk, context.memory_before, context.memory_after, context.memory_truncated)
-        if content == before:
-            shown[-1] = replace(shown[-1], last=number)
-        else:
-            wrote = not text.full_history and is_memory_turn(trajectory, index)
-            shown.append(_shown_turn(number, context, step, question, text, wrote=wrote))
-        before = content
+    before, number = None, 0
+    for index, context in enumerate(trajectory.contexts):
+        taken = steps(context, text)
+        in_all = " in all turns" if len(taken) > 1 else ""
+        sizes = f"{context.num_prompt_tokens:,} prompt tokens, {context.num_sampled_tokens:,} sampled{in_all}"
+        wrote = text.wrote_memory(trajectory, index)
+        for step in taken:
+            number += 1
+            content = (step, context.chunk, context.memory_before, context.memory_after, context.memory_truncated)
+            if content == before:
+                shown[-1] = replace(shown[-1], last=number)
+            else:
+                shown.append(_shown_turn(number, context, step, question, text, sizes=sizes, wrote=wrote))
+            before, sizes = content, ""
     return shown
 
 
 def _shown_turn(
-    number: int, context: Context, step: Step, question: Question, text: ActionText, *, wrote: bool
+    number: int, context: Context, step: Step, question: Question, text: ActionText, *, sizes: str, wrote: bool
 ) -> ShownTurn:
     needed = {fact.passage_id for fact in question.evidence}
     passages = [(p.title, p.text, p.id in needed) for search in step.searches for p in search.passages]
@@ -160,12 +163,10 @@ def _shown_turn(
         passages.append(("", context.chunk, any(finds(context, fact) for fact in question.evidence)))
     truncated = " (cut to its budget)" if context.memory_truncated else ""
     thinking, queries = text.thought(step.message), [search.query for search in step.searches]
-    in_all = " in all turns" if text.full_history else ""
-    sizes = f"{context.num_prompt_tokens:,} prompt tokens, {context.num_sampled_tokens:,} sampled{in_all}"
     return ShownTurn(
         number=number,
         last=number,
-        sizes=sizes if number == context.index + 1 else "",
+        sizes=sizes,
         thought=cut(thinking, _MAX_CHARS),
         queries=[cut(query, _MAX_CHARS) for query in queries],
         action="" if thinking or queries else cut(step.message, _MAX_CHARS),

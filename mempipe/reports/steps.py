@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mempipe.agents.registry import AgentSpec, whole_text
-from mempipe.types import Context, Search
+from mempipe.facts import is_memory_turn
+from mempipe.types import Context, Search, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +24,10 @@ class ActionText:
     @classmethod
     def of(cls, spec: AgentSpec) -> ActionText:
         return cls(thought=spec.thought, messages=spec.messages, full_history=spec.grows)
+
+    def wrote_memory(self, trajectory: Trajectory, index: int) -> bool:
+        """Returns whether the context of that index wrote a memory or had to."""
+        return not self.full_history and is_memory_turn(trajectory, index)
 
 
 UNKNOWN_AGENT = ActionText()

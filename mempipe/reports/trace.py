@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mempipe.facts import is_memory_turn
 from mempipe.reports.examples import choose_examples, golden_text
 from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, steps
 from mempipe.reports.traced import Traced, phases_of
@@ -65,7 +64,8 @@ def trajectory_lines(question: Question, trajectory: Trajectory, *, text: Action
         f"  golden    {golden_text(question, between=' | ')}",
     ]
     for index, context in enumerate(trajectory.contexts):
-        in_all = " in all turns" if text.full_history else ""
+        taken = steps(context, text)
+        in_all = " in all turns" if len(taken) > 1 else ""
         lines.append(
             f"  turn {context.index + 1}: {context.num_prompt_tokens} prompt tokens, "
             f"{context.num_sampled_tokens} sampled{in_all}"
@@ -74,14 +74,14 @@ def trajectory_lines(question: Question, trajectory: Trajectory, *, text: Action
             lines.append(f"    memory   {context.memory_before or '(empty)'}")
         if context.chunk:
             lines.append(f"    chunk    {_one_line(context.chunk)}")
-        for number, step in enumerate(steps(context, text), start=context.index + 1):
+        for number, step in enumerate(taken, start=context.index + 1):
             if number > context.index + 1:
                 lines.append(f"  turn {number}")
             lines.append(f"    action   {_one_line(step.message)}")
             for search in step.searches:
                 lines += [f"    passage  {_one_line(f'[{p.title}] {p.text}')}" for p in search.passages]
-        wrote = is_memory_turn(trajectory, index) and not text.full_history
-        if wrote and context.memory_after != context.action:  # not already shown as action
+        is_shown = context.memory_after == context.action  # where the message is the memory
+        if text.wrote_memory(trajectory, index) and not is_shown:
             cut = " (cut to its budget)" if context.memory_truncated else ""
             lines.append(f"    wrote    {context.memory_after or '(nothing)'}{cut}")
     for recall in trajectory.recalls:

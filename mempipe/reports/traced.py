@@ -27,6 +27,7 @@ class Traced:
     trajectory: Trajectory
     memory_budget: int | None
     text: ActionText = UNKNOWN_AGENT
+    """How the texts of its actions are read."""
 
     @property
     def key(self) -> str:

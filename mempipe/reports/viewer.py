@@ -14,9 +14,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from mempipe.facts import FactState, fact_states, finds, is_memory_turn, places_by_objective
+from mempipe.facts import FactState, fact_states, finds, places_by_objective
 from mempipe.reports.examples import golden_text, memory_diff, verdict
 from mempipe.reports.pages import cut, render
+from mempipe.reports.steps import steps
 from mempipe.reports.traced import Traced
 from mempipe.storage.files import write_text
 from mempipe.types import Context, Passage, Question
@@ -83,18 +84,23 @@ def _trajectory(traced: Traced, number) -> dict[str, Any]:
 
 def _turn(traced: Traced, index: int, context: Context, needed: set[str], number) -> dict[str, Any]:
     return {
-        "thought": cut(traced.text.thought(context.action), _MAX_CHARS),
         "message": cut(context.action, _MAX_CHARS),
-        "searches": [
-            {"query": search.query, "passages": [[number(p), p.id in needed] for p in search.passages]}
-            for search in context.searches
+        "steps": [
+            {
+                "thought": cut(traced.text.thought(step.message), _MAX_CHARS),
+                "searches": [
+                    {"query": search.query, "passages": [[number(p), p.id in needed] for p in search.passages]}
+                    for search in step.searches
+                ],
+            }
+            for step in steps(context, traced.text)
         ],
         "tools": [
             {"tool": use.tool, "arguments": use.arguments, "texts": [cut(text, _MAX_CHARS) for text in use.texts]}
             for use in context.tool_uses
         ],
         "chunk": _chunk(context, traced.question, number),
-        "wrote": not traced.text.full_history and is_memory_turn(traced.trajectory, index),
+        "wrote": traced.text.wrote_memory(traced.trajectory, index),
         "memory": memory_diff(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS)),
         "truncated": context.memory_truncated,
         "tokens": {

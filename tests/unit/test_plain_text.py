@@ -208,6 +208,7 @@ def test_a_page_is_what_a_browser_shows(tmp_path):
         ("<head><title>\n The Nile &amp; its\n sources</title></head><body><p>Long.", "a: The Nile & its sources"),
         ("<title>The Nile</title><p>Long.", "a: The Nile"),
         ("<head><title>The Nile - A site</title></head><h1>Nile</h1><p>Long.", "a: Nile"),
+        ("<head><title>Nile</title></head><nav><h1>A site</h1></nav><p>Long.", "a: Nile"),
         ("<head><title>A</title></head><body><p>Long.", "a"),
         ("<body><svg><title>icon</title></svg><p>Long.", "a"),
         (f"<title>{'word ' * 21}</title><p>Long.", "a"),

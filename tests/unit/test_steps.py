@@ -13,6 +13,7 @@ from mempipe.reports.steps import ActionText, Step, steps
 from mempipe.reports.trace import trace_lines
 from mempipe.reports.traced import Traced
 from mempipe.reports.transcript import write_transcript
+from mempipe.reports.viewer import viewer_data
 from mempipe.types import Context, EndReason, Passage, Search, Trajectory
 
 REACT = ActionText.of(agent_spec("react"))
@@ -102,7 +103,7 @@ def test_messages_that_repeat_the_one_before_are_shown_once():
     assert [(each.number, each.last, each.queries) for each in shown] == [(1, 1, ["one"]), (2, 4, ["two"])]
 
 
-def test_the_terminal_and_the_picture_show_them_too(tmp_path):
+def test_the_terminal_the_viewer_and_the_picture_show_them_too(tmp_path):
     traced = Traced(phase="after", question=QUESTION, trajectory=TWICE, memory_budget=None, text=REACT)
     assert trace_lines([traced], total=1)[3:-2] == [
         "  turn 1: 5 prompt tokens, 4 sampled in all turns",
@@ -115,6 +116,11 @@ def test_the_terminal_and_the_picture_show_them_too(tmp_path):
         "  turn 3",
         "    action   <think>known Ann</think><answer>Ann</answer>",
     ]
+    (turn_of_viewer,) = viewer_data([traced])["trajectories"][0]["turns"]
+    assert not turn_of_viewer["wrote"]
+    assert [
+        (step["thought"], [search["query"] for search in step["searches"]]) for step in turn_of_viewer["steps"]
+    ] == [("look", ["one"]), ("look", ["two"]), ("known Ann", [])]
     write_transcript(tmp_path / "a.svg", [traced])
     drawn = (tmp_path / "a.svg").read_text()
     assert drawn.index(">one<") < drawn.index("a says so") < drawn.index(">two<") < drawn.index("b says so")
@@ -127,3 +133,8 @@ def test_a_turn_that_answers_has_no_memory_on_the_page():
     for made, wrote in ((answered, [True, True, False]), (unanswered, [True, True, True])):
         trajectory = dataclasses.replace(made, contexts=[*made.contexts[:2], last])
         assert [each.wrote for each in shown_turns(trajectory, QUESTION)] == wrote
+
+
+def test_a_history_of_one_message_has_no_other_turns():
+    (shown,) = shown_turns(attempt(ANSWER), QUESTION, text=REACT)
+    assert (shown.sizes, shown.wrote) == ("5 prompt tokens, 4 sampled", False)

@@ -72,10 +72,12 @@ function page(each) {
 function turnPart(each, turn, index) {
   const tokens = Object.entries(turn.tokens).map(([name, number]) => element("span", {}, `${name} ${number.toLocaleString("en")}`));
   const parts = [element("div", {class: "turn-head"}, `Turn ${index + 1}`, element("span", {class: "tokens"}, ...tokens))];
-  if (turn.thought) parts.push(element("p", {class: "thought"}, turn.thought));
-  for (const search of turn.searches) {
-    parts.push(element("p", {class: "query"}, element("span", {}, "search"), " " + search.query));
-    parts.push(texts(search.passages));
+  for (const step of turn.steps) {
+    if (step.thought) parts.push(element("p", {class: "thought"}, step.thought));
+    for (const search of step.searches) {
+      parts.push(element("p", {class: "query"}, element("span", {}, "search"), " " + search.query));
+      parts.push(texts(search.passages));
+    }
   }
   if (turn.chunk) parts.push(texts([turn.chunk]));
   for (const use of turn.tools) parts.push(element("p", {class: "query"}, element("span", {}, use.tool), " " + use.arguments),
