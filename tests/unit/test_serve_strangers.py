@@ -133,6 +133,27 @@ def test_an_upgrade_to_a_web_socket_is_an_ordinary_request_and_is_counted_out_ag
     until(lambda: connections.GuardedProtocol.per_address.total() == 0)
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("name", ["Upgrade", "upgrade"])
+def test_a_request_that_asks_for_http_2_keeps_its_body(address, name, at_once):
+    """As Java's HttpClient and `curl --http2` send it to an address without TLS."""
+    body = b'{"question": "a\r\nUpgrade: b"}'
+    fields = {"Host": "x", "Connection": "Upgrade, HTTP2-Settings", name: "h2c", "HTTP2-Settings": "AAMAAABkAAQAAP__"}
+    fields |= {"Content-Length": str(len(body)), "Authorization": BEARER["authorization"]}
+    sent = "".join(f"{key}: {value}\r\n" for key, value in fields.items())
+    head = f"POST /v1/answer HTTP/1.1\r\n{sent}\r\n".encode()
+    with socket.create_connection(address, timeout=10) as connection:
+        for part in [head + body] if at_once else [head, body]:
+            connection.sendall(part)
+            time.sleep(0.05)
+        reply = b""
+        while not reply.endswith(body):
+            received = connection.recv(65536)
+            assert received, reply
+            reply += received
+    assert reply.startswith(b"HTTP/1.1 200 ")
+
+
 def test_connections_that_wait_keep_nobody_out(address, monkeypatch):
     """From many addresses, more than there may be connections."""
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)

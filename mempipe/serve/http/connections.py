@@ -6,6 +6,7 @@ Serve's proxy takes its protocol by a name of uvicorn's, which `install` gives a
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 from collections import Counter
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ MAX_UNREAD_BYTES = 2**20
 MAX_PIPELINED = 16
 """Requests of a connection that wait for the answers of earlier ones."""
 NAME = "mempipe.serve.http.connections:GuardedProtocol"
+_UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _Protocol: Any = HttpToolsProtocol
 
 
@@ -86,7 +88,7 @@ class GuardedProtocol(_Protocol):
     def data_received(self, data: bytes) -> None:
         had_begun = self._has_begun
         self._extra_bytes += len(data)
-        super().data_received(data)
+        super().data_received(data if had_begun else _without_upgrade(data))
         if self._extra_bytes > MAX_HEADER_BYTES:
             self._refuse("long_header")
         elif self._unread_bytes > MAX_UNREAD_BYTES:
@@ -160,6 +162,13 @@ class GuardedProtocol(_Protocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+
+def _without_upgrade(data: bytes) -> bytes:
+    """Returns the first bytes of a request with its Upgrade header under another name: the parser takes the body of a
+    request that asks for another protocol for that protocol. Java's HttpClient asks for HTTP/2 by default."""
+    head, end, rest = data.partition(b"\r\n\r\n")
+    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest if end else data
 
 
 def max_connections() -> int:
