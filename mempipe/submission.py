@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 import yaml
@@ -123,7 +125,7 @@ def _authentication(address: str) -> str:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(
             f"no Ray dashboard answers at {address} ({reason}); is the cluster up, and is --address that of its "
-            f"dashboard, {EXAMPLE}?"
+            f"dashboard, {EXAMPLE}?{_proxy_hint(address)}"
         ) from error
     if answer.status_code == httpx.codes.NOT_FOUND:  # a Ray that is older than tokens; its version is refused later
         return "disabled"
@@ -132,9 +134,18 @@ def _authentication(address: str) -> str:
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as error:
         raise ConfigError(
             f"{address} answers with status {answer.status_code}, but not as a Ray dashboard; is --address that of the "
-            f"cluster's dashboard, {EXAMPLE}?"
+            f"cluster's dashboard, {EXAMPLE}?{_proxy_hint(address)}"
         ) from error
     return "disabled" if mode == "disabled" else "token"
+
+
+def _proxy_hint(address: str) -> str:
+    """Returns how to ask the address without an HTTP proxy, "" where it is asked without one."""
+    scheme, _, rest = address.partition("://")
+    host, proxies = re.split("[:/]", rest)[0], getproxies()
+    if not (proxies.get(scheme) or proxies.get("all")) or proxy_bypass(host):
+        return ""
+    return f" A proxy is asked for it ({scheme}_proxy or all_proxy is set); with NO_PROXY={host} none is."
 
 
 def checked_job(path: str, overrides: Sequence[str] = (), *, resume: Resume = "never") -> Job:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import atexit
 import functools
 import gc
-import os
 import pickle
 import signal
 import ssl
@@ -21,7 +20,7 @@ from hypothesis import HealthCheck, settings
 from miniature import MINIATURE, QUICKSTART
 from xdist.scheduler import LoadFileScheduling
 
-from mempipe.environment import EVERY_PROCESS
+from mempipe.environment import prepare_process
 from mempipe.storage import yaml_text
 from tools.guard import leave_nothing_behind
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
 settings.register_profile("anew", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("mempipe", parent=settings.get_profile("anew"), derandomize=True)
 settings.load_profile("mempipe")
-os.environ.update({**EVERY_PROCESS, **os.environ})  # as the command does, before anything reads it
+prepare_process()  # as the command does, before anything reads the environment
 # Each HTTP client of a library reads the file of all certificates in 15 ms; the hundreds of a test process share it.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
 

@@ -5,13 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import httpx
 import pytest
+import requests
 import torch
 
 from mempipe.engines.config import GenerationConfig
 from mempipe.engines.vllm_settings import engine_variables
-from mempipe.environment import EVERY_PROCESS
+from mempipe.environment import EVERY_PROCESS, prepare_process
 
 ROWS_OF_MANY_LENGTHS = """
 import psutil, torch
@@ -62,3 +68,81 @@ def test_an_engine_on_a_gpu_samples_by_kernels_that_give_log_probs_and_unpickles
     assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in by_nccl
     on_cpus = engine_variables(GenerationConfig(), device="cpu", transfer="mempipe_shm")
     assert not {"VLLM_USE_FLASHINFER_SAMPLER", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & on_cpus.keys()
+
+
+DEAD = "http://127.0.0.1:9"
+"""A proxy that answers nobody."""
+PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+
+
+@pytest.fixture
+def no_proxies(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Variables of this process are as before after the test."""
+    for name in (*PROXIES, "no_proxy"):
+        for variable in (name, name.upper()):
+            monkeypatch.setenv(variable, "")
+            monkeypatch.delenv(variable)
+    return monkeypatch
+
+
+def no_proxy() -> tuple[str | None, str | None]:
+    prepare_process()
+    return os.environ.get("no_proxy"), os.environ.get("NO_PROXY")
+
+
+def test_without_a_proxy_nothing_says_where_there_is_none(no_proxies):
+    assert no_proxy() == (None, None)
+
+
+@pytest.mark.parametrize("proxy", [*PROXIES, "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"])
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({}, "127.0.0.1,localhost,::1"),
+        ({"NO_PROXY": "head, .inside"}, "head,.inside,127.0.0.1,localhost,::1"),
+        ({"no_proxy": "localhost,head"}, "localhost,head,127.0.0.1,::1"),
+        ({"no_proxy": "lower", "NO_PROXY": "upper"}, "lower,127.0.0.1,localhost,::1"),
+    ],
+)
+def test_a_proxy_is_not_asked_for_this_machine(no_proxies, proxy, given, wanted):
+    for name, value in {proxy: DEAD, **given}.items():
+        no_proxies.setenv(name, value)
+    assert no_proxy() == (wanted, wanted) == no_proxy(), "and a second call adds nothing"
+
+
+def test_no_proxy_for_any_host_stays_so(no_proxies):
+    no_proxies.setenv("http_proxy", DEAD)
+    no_proxies.setenv("no_proxy", "*")
+    assert no_proxy() == ("*", None)
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_clients_reach_this_machine_where_a_proxy_is_set(no_proxies, host):
+    for name in PROXIES:
+        no_proxies.setenv(name, DEAD)
+    with served(b"here") as port:
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"http://{host}:{port}")
+        prepare_process()
+        assert httpx.get(f"http://{host}:{port}").content == b"here"
+        assert requests.get(f"http://{host}:{port}", timeout=60).content == b"here"  # Ray's client of jobs
+
+
+@contextmanager
+def served(body: bytes) -> Iterator[int]:
+    """The port of an HTTP server on 127.0.0.1 that answers every request with `body`."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server.server_port
+        server.shutdown()

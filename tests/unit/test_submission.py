@@ -312,6 +312,24 @@ def test_another_server_is_not_taken_for_a_cluster(reply, said):
         find_cluster(url)
 
 
+@pytest.mark.parametrize("proxy", ["http_proxy", "all_proxy"])
+def test_a_cluster_that_a_proxy_keeps_from_us_is_told_with_the_way_around_it(monkeypatch, proxy):
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    said = "no Ray dashboard answers at http://head.invalid:8265 .*"
+    with pytest.raises(ConfigError, match=said) as without:
+        find_cluster("http://head.invalid:8265")
+    assert "proxy" not in str(without.value)
+    with dashboard({f"http://head.invalid:8265{MODE}": (502, "<html>")}) as url:  # the proxy
+        monkeypatch.setenv(proxy, url)
+        monkeypatch.setenv("no_proxy", "127.0.0.1,other.invalid")
+        with pytest.raises(ConfigError, match=r"status 502.*with NO_PROXY=head\.invalid none is"):
+            find_cluster("http://head.invalid:8265")
+        monkeypatch.setenv("no_proxy", ".invalid")
+        with pytest.raises(ConfigError, match=said) as direct:
+            find_cluster("http://head.invalid:8265")
+    assert "proxy" not in str(direct.value)
+
+
 @pytest.mark.parametrize(
     ("address", "said"),
     [
