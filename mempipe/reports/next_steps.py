@@ -16,6 +16,7 @@ from mempipe.data.partitions import example_questions, main_partition
 from mempipe.data.qa import iter_questions
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.settings import ConfigError
+from mempipe.tracking.mlflow_database import sqlite_uri
 from mempipe.types import Question
 
 OWN_REWARD = "examples/own_reward/config.yaml"
@@ -45,8 +46,8 @@ def _curves(folder: Path, tracking: Mapping[str, Any]) -> Iterator[tuple[str, st
     """Yields the commands that show the data of the run's metrics writers."""
     run, writers = shlex.quote(str(folder)), tracking.get("writers", ["mlflow"])
     if "mlflow" in writers:
-        uri = tracking.get("uri") or f"sqlite:///{folder.parent / 'mlflow.db'}"
-        command = uri if uri.startswith("http") else f"{program('mlflow')} ui --backend-store-uri {uri}"
+        uri = tracking.get("uri") or sqlite_uri(folder.parent / "mlflow.db")
+        command = uri if uri.startswith("http") else f"{program('mlflow')} ui --backend-store-uri {shlex.quote(uri)}"
         yield command, "see curves and traces"
     if "tensorboard" in writers:
         yield f"{program('tensorboard')} --logdir {run}/tensorboard", "see curves in TensorBoard"

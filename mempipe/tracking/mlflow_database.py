@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from urllib.parse import unquote
 
 _SQLITE = "sqlite:///"
 
@@ -15,9 +16,14 @@ def is_database(uri: str) -> bool:
     return re.split(r"[+:]", uri, maxsplit=1)[0] in DATABASE_ENGINES
 
 
+def sqlite_uri(file: Path) -> str:
+    """Returns the URI of a sqlite store. In a URI `?` ends the path, and `%2F` would be a slash."""
+    return _SQLITE + str(file).replace("%", "%25").replace("?", "%3F")
+
+
 def database_file(uri: str) -> Path | None:
     """Returns the file of a sqlite store; None for any other store."""
-    return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
+    return Path(unquote(uri.removeprefix(_SQLITE).partition("?")[0])) if uri.startswith(_SQLITE) else None
 
 
 def file_identity(uri: str) -> tuple[int, int] | None:

@@ -13,7 +13,7 @@ from typing import Any
 from mempipe.credentials import without_passwords
 from mempipe.storage.files import write_text
 from mempipe.tracking.config import TrackingConfig
-from mempipe.tracking.mlflow_database import database_file, file_identity, forget_metrics, is_database
+from mempipe.tracking.mlflow_database import database_file, file_identity, forget_metrics, is_database, sqlite_uri
 from mempipe.tracking.traces import Wording, build_trace
 from mempipe.types import Group
 
@@ -217,7 +217,7 @@ def without_credentials(value: Any) -> Any:
 
 
 def _local_uri(folder: str | Path) -> str:
-    return f"sqlite:///{Path(folder).resolve().parent / 'mlflow.db'}"
+    return sqlite_uri(Path(folder).resolve().parent / "mlflow.db")
 
 
 def _quiet_mlflow() -> None:

@@ -20,6 +20,7 @@ from mempipe.agents.registry import agent_spec
 from mempipe.config import RunConfig
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.losses import read_losses
+from mempipe.tracking.mlflow_database import database_file
 from mempipe.tracking.mlflow_writer import MlflowRun
 from mempipe.tracking.traces import Wording, sample_groups
 from mempipe.tracking.tracker import Tracker, last_run_id, read_metrics, tracking_uri
@@ -277,6 +278,22 @@ def test_where_mlflow_is(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://env")
     assert tracking_uri(TrackingConfig(), tmp_path) == "http://env"
     assert tracking_uri(TrackingConfig(uri="http://config"), tmp_path) == "http://config"
+
+
+def test_the_store_lies_beside_the_run_whatever_the_name_of_the_folder(tmp_path):
+    """In a URI, `%2F` is a slash and `?` ends the path."""
+    folder = tmp_path / "feature%2Fa b#é?c" / "a"
+    tracker = make_tracker(folder)
+    tracker.log_metrics({"em": 0.5}, step=0)
+    (folder / "notes.txt").write_text("written by a run")
+    tracker.log_artifact(folder / "notes.txt")
+    tracker.finish()
+    assert sorted(file.name for file in folder.parent.iterdir()) == ["a", "mlartifacts", "mlflow.db"]
+    run_id = last_run_id(folder)
+    assert run_id is not None and client_of(folder).get_run(run_id).data.metrics["em"] == 0.5
+    assert [file.name for file in (folder.parent / "mlartifacts").rglob("notes.txt")] == ["notes.txt"]
+    assert [file.path for file in client_of(folder).list_artifacts(run_id)] == ["config.yaml", "notes.txt"]
+    assert database_file(tracking_uri(TrackingConfig(), folder)) == folder.parent / "mlflow.db"
 
 
 def test_a_locked_store_delays_but_loses_nothing(tmp_path):
