@@ -7,7 +7,7 @@ clients post the searches of a whole batch at once, and one trajectory's empty s
 - All three take a `partition` as well. A document of a partitioned corpus names its own. Fields that nobody knows are
 ignored, as there.
 - The published servers have no limits. This one has: the OpenAPI schema names them, and requests beyond them are
-refused with 422 (413 for a large body, 408 for a slow one).
+refused with 422 (413 for a large body, 415 for a compressed one, 408 for a slow one).
 - 503 with Retry-After means "the same request later": too many requests in flight, a search that took too long, or one
 that failed.
 """
@@ -111,6 +111,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     400: {"model": Problem, "description": "The body cannot be read, or a query is empty where that is refused."},
     408: {"model": Problem, "description": "The body did not arrive in time."},
     413: {"model": Problem, "description": "The body is too large."},
+    415: {"model": Problem, "description": "The body is compressed."},
     422: {
         "model": Problem,
         "description": "A field is missing, of another type or beyond a limit, or the index has no such partition.",

@@ -65,6 +65,16 @@ async def test_a_body_passes_whole_up_to_its_limit():
     assert (refused.status_code, "more than 100 bytes" in refused.json()["detail"]) == (413, True)
 
 
+@pytest.mark.parametrize(
+    ("encoding", "status"), [("gzip", 415), ("Deflate", 415), ("x" * 9999, 415), ("identity", 200), ("", 200)]
+)
+async def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(encoding, status):
+    async with client_of(Work()) as client:
+        reply = await client.post("/now", content=b"x", headers={"content-encoding": encoding})
+    assert reply.status_code == status
+    assert status == 200 or (encoding[:40].lower() in reply.text and len(reply.text) < 200)
+
+
 async def test_a_body_that_does_not_arrive_is_refused(monkeypatch):
     monkeypatch.setattr(gates, "BODY_TIMEOUT_S", 0.05)
 

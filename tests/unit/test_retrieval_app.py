@@ -271,7 +271,7 @@ async def test_the_limits_and_every_status_stand_in_the_schema(client):
     assert {"type": "integer", "maximum": 5, "minimum": 1} in retrieve["topk"]["anyOf"]
     for path in ("/retrieve", "/search", "/batch_search"):
         responses = schema["paths"][path]["post"]["responses"]
-        assert set(responses) == {"200", "400", "408", "413", "422", "503"}
+        assert set(responses) == {"200", "400", "408", "413", "415", "422", "503"}
         assert all(responses[status]["content"]["application/json"]["schema"] for status in responses)
 
 

@@ -836,7 +836,7 @@ def test_the_difference_of_two_memories():
 def test_the_schema_names_every_limit_and_status(service):
     schema = httpx.get(f"{service.url}/openapi.json").json()
     answer = schema["paths"]["/v1/answer"]["post"]
-    assert set(answer["responses"]) == {"200", "400", "401", "403", "404", "408", "409", "413", "429", "503"}
+    assert set(answer["responses"]) == {"200", "400", "401", "403", "404", "408", "409", "413", "415", "429", "503"}
     assert schema["components"]["schemas"]["AnswerRequest"]["additionalProperties"] is False
     assert answer["security"] == [{"HTTPBearer": []}]
     assert {"text/event-stream", "application/json"} == set(answer["responses"]["200"]["content"])

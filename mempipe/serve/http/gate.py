@@ -61,7 +61,7 @@ class Gate:
     """ASGI middleware: reads the whole body first, bounds the requests in flight, and cancels a request when its client
     disconnects or its time is up.
 
-    - 413: the body has more than `max_body_bytes`; 408: it did not arrive within BODY_TIMEOUT_S.
+    - 415: the body is compressed; 413: it has more than `max_body_bytes`; 408: it did not arrive within BODY_TIMEOUT_S.
     - 503 with Retry-After: `max_in_flight` requests are in flight, or `timeout_s` seconds have passed. A request whose
       owner has fewer in flight than another one waits up to `max_wait_s` seconds for its turn
       (`mempipe.serve.http.places`) before it is refused, and one with `Prefer: wait=N` up to N seconds.
@@ -102,6 +102,11 @@ class Gate:
             return
         if not scope["path"].startswith(self._takes_bodies):
             await self._app(scope, _no_body, send)
+            return
+        encoding = Headers(scope=scope).get("content-encoding", "").strip().lower()
+        if encoding not in ("", "identity"):
+            reason = f"content-encoding is {encoding[:40]!r}; send the body without one"
+            await self._refuse(415, reason, RETRY_AFTER_S)(scope, receive, send)
             return
         try:
             body = await read_body(receive, max_bytes=self._max_body_bytes, timeout_s=BODY_TIMEOUT_S)

@@ -20,6 +20,7 @@ _MEANINGS = {
     408: "The body did not arrive in time.",
     409: "The session works on another question, or a piece begins at another byte.",
     413: "The body or the document is too large.",
+    415: "The body is compressed.",
     429: "The key asks too often or too much at once, or stores too much.",
     503: "Too many requests are in flight, or engine or retriever cannot answer now; ask again later.",
 }
@@ -38,7 +39,7 @@ def refusals(*statuses: int) -> dict[int | str, dict[str, Any]]:
 BEARER = [Security(HTTPBearer(auto_error=False, description="An API key; `mempipe key NAME` makes one."))]
 ALWAYS = refusals(400, 401, 403, 429)
 """Refusals of every route that wants a key."""
-OF_A_BODY = refusals(408, 413, 503)
+OF_A_BODY = refusals(408, 413, 415, 503)
 """Refusals of a route that the gate counts (`mempipe.serve.http.gate.Gate`)."""
 STREAM: dict[int | str, dict[str, Any]] = {
     200: {
