@@ -36,7 +36,7 @@ def main() -> None:
     tensors = AutoModelForCausalLM.from_config(config, dtype=torch.float32).state_dict()
     num_bytes = len(pack_weights(tensors))
     values, copies = [], []
-    with memory_folder() as folder:
+    with memory_folder(2 * num_bytes) as folder:
         for version in range(arguments.rounds + 1):
             started = time.perf_counter()
             info = publish(tensors, folder, version).update_info

@@ -350,7 +350,7 @@ class Generator:
         from mempipe.engines.adapter import write_adapter  # PEFT, for engines that serve an adapter
 
         assert isinstance(weights, np.ndarray), "an adapter comes as bytes, whatever moves whole models"
-        with memory_folder() as folder:
+        with memory_folder(weights.nbytes) as folder:
             write_adapter(folder, weights, self._model)
             request = LoRARequest(ADAPTER_NAME, 1, str(folder), load_inplace=True)
             await self._call("update", lambda engine: engine.add_lora(request))
@@ -362,7 +362,7 @@ class Generator:
         if isinstance(weights, WeightHandle):
             yield weights
             return
-        with memory_folder() as folder:
+        with memory_folder(weights.nbytes) as folder:
             yield publish(weights, folder, version)
 
     async def _run(self, token_ids: Sequence[int], params: SamplingParams) -> RequestOutput:

@@ -58,17 +58,27 @@ def scratch_folder(*, logs: Path | None = None) -> Iterator[Path]:
 
 
 @contextmanager
-def memory_folder() -> Iterator[Path]:
-    """Makes an empty folder in shared memory, if the machine has it, until the end of the block.
+def memory_folder(num_bytes: int) -> Iterator[Path]:
+    """Makes an empty folder for `num_bytes` until the end of the block: in shared memory, or in the temporary folder
+    where shared memory has no room.
 
     What a killed process left there holds memory of the machine; the next call of any process removes it.
     """
-    folder, owner = _owned_folder(SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir()))
+    folder, owner = _owned_folder(SHARED_MEMORY if _has_room(num_bytes) else Path(tempfile.gettempdir()))
     try:
         yield folder
     finally:
         shutil.rmtree(folder)
         os.close(owner)
+
+
+def _has_room(num_bytes: int) -> bool:
+    """Returns whether shared memory has room for twice as many bytes, since another engine may write there at the same
+    time. A container has 64 MB of it unless it is started with more."""
+    if not SHARED_MEMORY.is_dir():
+        return False
+    remove_abandoned(SHARED_MEMORY)
+    return shutil.disk_usage(SHARED_MEMORY).free >= 2 * num_bytes
 
 
 def _prefix() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -56,12 +57,25 @@ def test_the_folder_of_a_process_that_was_killed_goes_at_the_next_start(shared):
 def test_the_shared_memory_of_a_process_that_was_killed_is_free_after_the_next_call(shared, monkeypatch):
     """An engine that is killed while it loads leaves a copy of all weights there."""
     monkeypatch.setattr(scratch, "SHARED_MEMORY", shared)
-    work = f"scratch.SHARED_MEMORY = Path({str(shared)!r})\nwith scratch.memory_folder(): os.kill(os.getpid(), 9)"
+    work = f"scratch.SHARED_MEMORY = Path({str(shared)!r})\nwith scratch.memory_folder(1): os.kill(os.getpid(), 9)"
     assert child(f"import os\nfrom pathlib import Path\nfrom mempipe.storage import scratch\n{work}").returncode == -9
     assert len(list(shared.iterdir())) == 1
-    with scratch.memory_folder() as first, scratch.memory_folder() as second:
+    with scratch.memory_folder(1) as first, scratch.memory_folder(1) as second:
         assert sorted(shared.iterdir()) == sorted([first, second])
     assert list(shared.iterdir()) == []
+
+
+@pytest.mark.parametrize(("free", "where"), [(200, "memory"), (199, "temporary")])
+def test_weights_go_through_the_disk_where_shared_memory_has_no_room_for_two_copies(shared, monkeypatch, free, where):
+    """In a container /dev/shm has 64 MB, and the weights of a real model more."""
+    memory = shared / "memory"
+    memory.mkdir()
+    monkeypatch.setattr(scratch, "SHARED_MEMORY", memory)
+    usage = shutil.disk_usage(memory)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=free))
+    with scratch.memory_folder(100) as folder:
+        assert folder.parent == {"memory": memory, "temporary": shared}[where]
+    assert not folder.exists()
 
 
 def test_the_folder_of_a_living_process_and_other_peoples_folders_stay(shared):
