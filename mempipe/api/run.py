@@ -20,6 +20,7 @@ from mempipe.evaluation.causes import first_causes
 from mempipe.evaluation.held_out import read_held_out
 from mempipe.evaluation.suite import merged
 from mempipe.facts import FactState, fact_states
+from mempipe.installation import check_pipelines
 from mempipe.loader import load_config, load_values, parse_section
 from mempipe.reports.traced import Traced, read_traced
 from mempipe.runs import Resume, read_state
@@ -134,6 +135,7 @@ def train(
     values = merged(_values(config), nested(overrides))
     folder = Path(values.get("output", "runs")) / str(values.get("name", "run"))
     parsed = parse_section(with_names(values, folder=folder), RunConfig)
+    check_pipelines()
     from mempipe.checks.run import check_run
 
     refuse(check_run(parsed, resume=how))

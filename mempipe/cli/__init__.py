@@ -16,6 +16,7 @@ from typing import Any
 from mempipe.cli import data, index, measure, run, serve, submit
 from mempipe.cli.commands import EXIT_CONFIG, EXIT_RUN
 from mempipe.environment import prepare_process
+from mempipe.installation import check_pipelines
 from mempipe.settings import ConfigError, OldName
 from mempipe.stop import signals_interrupt
 
@@ -30,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.formatwarning = _formatted
     try:
         _check_working_folder()
+        check_pipelines()
         with signals_interrupt():
             return arguments.command(arguments) or 0
     except ConfigError as error:

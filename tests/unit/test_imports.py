@@ -179,6 +179,7 @@ LAYERS = [
         "spelling",
         "storage",
         "user_code",
+        "installation",
         "http_client",
         "environment",
         "beacons",
