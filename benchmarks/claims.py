@@ -1,5 +1,5 @@
 """Do the papers' claims hold here? Trains what a claim needs under several seeds, evaluates it, and writes figures and
-verdict into docs/claims.md.
+verdict into docs/claims.md and docs/claims_memtrain.md.
 
     python -m benchmarks.claims [--claim N ...] [--seeds 1 2 3] [--output runs/claims] [--list] [key=value ...]
 
@@ -20,7 +20,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,11 +79,17 @@ def main(words: Sequence[str] | None = None, *, run: Run | None = None) -> None:
     arguments.overrides = overrides  # argparse would take one after --claim for a number
     if arguments.page is None and not arguments.overrides:
         arguments.page = PAGE
-    for number in arguments.claim:
-        claim = CLAIMS[number]
-        if arguments.list:
-            print(described(number, claim))
-            continue
+    chosen = {number: CLAIMS[number] for number in arguments.claim}
+    if arguments.list:
+        print("\n".join(described(number, claim) for number, claim in chosen.items()))
+        return
+    if arguments.page is not None:
+        try:
+            for number in (number for number, claim in chosen.items() if not claim.command):
+                with_claim(pages_of(arguments.page), number, NOT_SHOWN, [])
+        except ValueError as error:  # said now, and not after hours of training
+            parser.error(f"--page: {error}")
+    for number, claim in chosen.items():
         try:
             if claim.command:
                 (run or python)(claim.command)
@@ -129,15 +135,16 @@ def measure(number: int, claim: Claim, arguments: argparse.Namespace, *, run: Ru
     verdict = verdict_of(deciding)
     settings = f", with {' '.join(arguments.overrides)}" if arguments.overrides else ""
     block = [
-        f"**{verdict.capitalize()}**: seeds {', '.join(map(str, seeds))}, {arguments.questions} questions{settings}, "
-        f"{hours:.1f} hours of training.",
+        f"**{verdict.capitalize()}**: {'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}, "
+        f"{arguments.questions} questions{settings}, {hours:.1f} hours of training.",
         "",
         *markdown(deciding, also),
         "",
         f"![{claim.title}: exact match by set](images/{picture.name})",
     ]
     if arguments.page is not None:
-        write_text(arguments.page, with_block(arguments.page.read_text(), number, verdict, block))
+        for file, text in with_claim(pages_of(arguments.page), number, verdict, block).items():
+            write_text(file, text)
     print("\n".join(block), f"\nall rows: {report}")
 
 
@@ -236,18 +243,28 @@ def interval(value: Interval) -> str:
     return f"{value.value:.3f} ({value.low:.3f} to {value.high:.3f})"
 
 
-def with_block(text: str, number: int, verdict: str, lines: Sequence[str]) -> str:
-    """Returns the page with the measured part of a claim replaced, and its verdict in the list of all claims. Raises
-    ValueError for a page without them."""
+def pages_of(page: Path) -> dict[Path, str]:
+    """Returns the texts of the page and of those next to it whose names begin with its name: the list of all claims is
+    in one of them, and the measured parts are in all."""
+    return {file: file.read_text() for file in sorted(page.parent.glob(f"{page.stem}*{page.suffix}"))}
+
+
+def with_claim(pages: Mapping[Path, str], number: int, verdict: str, lines: Sequence[str]) -> dict[Path, str]:
+    """Returns the pages with the measured part of a claim replaced, and its verdict in the list of all claims. Raises
+    ValueError for pages without them."""
     start, end = markers(number)
-    block = "\n".join([start, *lines, end])
-    text, blocks = re.subn(f"{re.escape(start)}.*?{re.escape(end)}", lambda _: block, text, flags=re.DOTALL)
-    text, listed = re.subn(rf"^(\| {number} \|[^|]*\|)[^|]*", rf"\g<1> {verdict} ", text, flags=re.MULTILINE)
-    if not (blocks == listed == 1):
+    block, changed = "\n".join([start, *lines, end]), dict[Path, str]()
+    num_blocks = num_listed = 0
+    for file, text in pages.items():
+        text, found = re.subn(f"{re.escape(start)}.*?{re.escape(end)}", lambda _: block, text, flags=re.DOTALL)
+        text, listed = re.subn(rf"^(\| {number} \|[^|]*\|)[^|]*", rf"\g<1> {verdict} ", text, flags=re.MULTILINE)
+        num_blocks, num_listed, changed[file] = num_blocks + found, num_listed + listed, text
+    if not (num_blocks == num_listed == 1):
         raise ValueError(
-            f"the page has {blocks} blocks {start} and {listed} lines of claim {number}; expected one each"
+            f"{', '.join(map(str, pages)) or 'no page'} has {num_blocks} blocks {start} and {num_listed} lines of "
+            f"claim {number}; expected one each"
         )
-    return text
+    return changed
 
 
 def markers(number: int) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from result_builders import answered
 
 from benchmarks import claims
 from benchmarks.claim_table import CLAIMS, GRID, LENGTHS, ROWS, SETS, TRAININGS, Difference, trainings_of
-from benchmarks.claims import Finding, markers, question_file, verdict_of, with_block
+from benchmarks.claims import Finding, markers, question_file, verdict_of, with_claim
 from mempipe.agents.memagent import MemAgentBudget
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
@@ -30,7 +30,8 @@ from mempipe.rollout import make_renderer
 from mempipe.studies.over_seeds import SeedCell
 from mempipe.types import Question
 
-PAGE = claims.PAGE.read_text()
+PAGES = claims.pages_of(claims.PAGE)
+PAGE = "\n".join(PAGES.values())
 
 
 def config_of(name: str) -> RunConfig:
@@ -268,6 +269,13 @@ def test_with_other_settings_no_page_is_written(tmp_path, monkeypatch, capsys):
     assert "unrecognized arguments: 7" in capsys.readouterr().err
 
 
+def test_a_page_that_cannot_be_written_is_told_before_anything_is_trained(tmp_path, page, capsys):
+    page.write_text("another page")
+    with pytest.raises(SystemExit):
+        claims.main(command(tmp_path, page, "--claim", "6"), run=lambda words: pytest.fail(f"{words} was run"))
+    assert f"--page: {page} has 0 blocks" in capsys.readouterr().err
+
+
 def test_an_override_of_the_warm_start_is_for_trainings_that_have_one(tmp_path):
     given: dict[str, list[str]] = {}
     for name in ("reader", "full"):
@@ -336,6 +344,15 @@ def test_the_page_has_every_claim_as_the_table_says_it():
             assert PAGE.count(start) == PAGE.count(end) == 1
 
 
-def test_a_page_without_the_place_of_a_claim_is_refused():
+@pytest.mark.parametrize("pages", [{}, {Path("claims.md"): "nothing"}])
+def test_pages_without_the_place_of_a_claim_are_refused(pages):
     with pytest.raises(ValueError, match="0 blocks <!-- measured: claim 6 --> and 0 lines of claim 6"):
-        with_block("nothing", 6, "shown", ["x"])
+        with_claim(pages, 6, "shown", ["x"])
+
+
+def test_the_measured_part_and_the_verdict_may_be_on_two_pages():
+    first, second = PAGES
+    changed = with_claim(PAGES, 6, "shown", ["| of claim 6 |"])
+    assert f"| 6 | {CLAIMS[6].title} | shown |" in changed[first] and "of claim 6 |" in changed[second]
+    for file, text in changed.items():
+        assert without_section(text, 6) == without_section(PAGES[file], 6), "the rest is as it was"
