@@ -103,7 +103,7 @@ def read_rows(file: InputFile, *, bad: BadRows | None = None) -> Iterator[tuple[
 
 def header_hint(row: dict[str, Any]) -> str:
     """Returns what to add to a refusal of a row whose names look like the values of a table without a header."""
-    looks_like_text = any(len(str(name).split()) > 3 for name in row)
+    looks_like_text = any(len(str(name).split()) > 3 or str(name).strip().endswith(("?", "]")) for name in row)
     return " (if these are values: the first line of a csv file should name its columns)" if looks_like_text else ""
 
 
@@ -383,14 +383,14 @@ def _columns_of(value: dict[str, Any]) -> dict[str, list[Any]]:
 def _table_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
     """Yields the rows below the header of a csv or tsv file. An empty cell does not count as a value, a row of empty
     cells not as a row, and a column without a name not as a column. The separator is the one of comma, tab and
-    semicolon that makes the most columns of the header.
+    semicolon that makes the most columns of the header; in a tsv file it is a tab if the header has one.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
     lines = table = None
     try:
         with file.open() as stored, io.TextIOWrapper(stored, encoding="utf-8-sig", newline="") as text:
             header = text.readline()
-            separator = max(_SEPARATORS, key=header.count)
+            separator = "\t" if file.ends_in(".tsv") and "\t" in header else max(_SEPARATORS, key=header.count)
             lines = itertools.chain([header], text)
             table = csv.reader(lines, delimiter=separator, strict=True)
             names = [name.strip() for name in next(table, [])]

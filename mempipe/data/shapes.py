@@ -73,6 +73,10 @@ IDS = ("id", "_id", "question_id", "questionid", "qid", "task_id", "uuid")
 CONTEXT = "context"
 _OWN_FIELDS = tuple(field.name for field in fields(Question))
 _MAX_HOPS = 10_000
+_RULER_DOCUMENTS = "The following are given documents."
+_RULER_TASK = "Answer the question based on the given documents."
+_LETTERED = re.compile(r"(?:(?:choice|option|opt)[_ ]?)?[a-e]")
+"""The columns of choices that have one column each: LongBench v2 has choice_A, MMLU has A."""
 _SPLITS = {"train", "dev", "test", "validation", "val", "valid"}
 _SHARD = re.compile(r"-\d{5}-of-\d{5}$")
 _QUESTION_MARK = re.compile(r"questions?[^\S\n]*:", re.IGNORECASE)
@@ -341,7 +345,8 @@ def _answer_field(row: dict[str, Any]) -> str:
 
 def _refuse_choice(row: dict[str, Any], path: str, answers: list[str]) -> None:
     """Raises BadRow for an answer that may be one of the row's choices by its place or letter."""
-    choices = find(row, ("choices.text", "choices", "options"))
+    lettered = {name: value for name, value in row.items() if _LETTERED.fullmatch(name) and not is_empty(value)}
+    choices = find(row, ("choices.text", "choices", "options")) or (lettered if len(lettered) > 1 else None)
     if isinstance(choices, list | dict) and re.fullmatch(r"\d|[A-Za-z]", answers[0]) and answers[0] not in choices:
         raise BadRow(
             "ambiguous",
@@ -409,6 +414,24 @@ def _mem1(row: dict[str, Any], number: int) -> Question:
         golden_answers=["; ".join(answers[0] for answers in objectives)],
         source=source,
         objectives=objectives,
+    )
+
+
+def _is_ruler_qa(row: dict[str, Any]) -> bool:
+    """Returns whether a row of RULER's own files asks about documents. Its other tasks want all of several answers."""
+    return all(isinstance(row["input"], str) and part in row["input"] for part in (_RULER_DOCUMENTS, _RULER_TASK))
+
+
+def _ruler_qa(row: dict[str, Any], number: int) -> Question:
+    """Takes RULER's prompt apart: the task, the documents, the task again, and the question."""
+    context, _, asked = row["input"].partition(_RULER_DOCUMENTS)[2].rpartition(_RULER_TASK)
+    question = asked.rpartition("Question:")[2].strip().removesuffix("Answer:")
+    return Question(
+        id="",  # an index is that of its file, and files of several lengths have the same ones
+        text=checked_text(question.strip(), "the question of input"),
+        golden_answers=golden_answers(row["outputs"], "outputs"),
+        source="ruler_qa",
+        context=checked_text(context.strip(), "the documents of input"),
     )
 
 
@@ -534,6 +557,7 @@ SHAPES = (  # the first that a row fits
         context="context",
         is_read=True,
     ),
+    RowShape(name="RULER's own", marks=("input", "outputs"), applies=_is_ruler_qa, read=_ruler_qa),
     RowShape(
         name="BABILong",
         marks=("input", "question", "target"),

@@ -122,6 +122,19 @@ ROWS = [
         [GOLD, "Austen"],
     ),
     ("BABILong", {"input": "Emma is by her.", "question": ASKED, "target": GOLD}, [GOLD]),
+    (
+        "RULER's own",
+        {
+            "index": 0,
+            "input": "Answer the question based on the given documents. Only give me the answer and do not output any "
+            "other words.\n\nThe following are given documents.\n\nDocument 1:\nEmma\nBy Jane Austen. Question: "
+            "who else?\n\nDocument 2:\nNile\nA river.\n\nAnswer the question based on the given documents. Only give "
+            f"me the answer and do not output any other words.\n\nQuestion: {ASKED} Answer:",
+            "outputs": [GOLD, "Austen"],
+            "length": 99,
+        },
+        [GOLD, "Austen"],
+    ),
     ("GAIA", {"task_id": "c6", "Question": ASKED, "Level": 1, "Final answer": GOLD, "file_name": ""}, [GOLD]),
     (
         "KILT",
@@ -194,6 +207,12 @@ def test_sets_that_bring_documents_give_them_as_context(tmp_path):
     by_name = {name: row for name, row, _ in ROWS}
     (placed,) = read_questions(jsonl(tmp_path / "qa1.jsonl", by_name["BABILong"]))
     assert (placed.context, placed.source) == ("Emma is by her.", "qa1")
+    ruler = by_name["RULER's own"]
+    shorter = ruler | {"input": ruler["input"].replace("Document 2:\nNile\nA river.\n\n", "").removesuffix(" Answer:")}
+    many, one = read_questions(jsonl(tmp_path / "r.jsonl", ruler, shorter))
+    assert many.context == "Document 1:\nEmma\nBy Jane Austen. Question: who else?\n\nDocument 2:\nNile\nA river."
+    assert (one.context, one.text) == ("Document 1:\nEmma\nBy Jane Austen. Question: who else?", ASKED)
+    assert one.id != many.id and one.source == "ruler_qa"
     (told,) = read_questions(jsonl(tmp_path / "n.jsonl", by_name["NarrativeQA"]))
     assert (told.context, told.source) == ("Emma is by Jane Austen.", "narrativeqa")
     (squad,) = read_questions(jsonl(tmp_path / "s.jsonl", ROWS[2][1] | {"context": "Emma, by Jane Austen"}))
@@ -348,6 +367,18 @@ def test_the_answers_of_web_questions_may_hold_quotation_marks(tmp_path, value, 
             {"question": "Is it?", "answer": "B", "options": {"A": "x"}},
             "'B', which may be the golden answer or the place",
         ),
+        (
+            {"question": "Who?", "choice_A": "Ann", "choice_B": "Bo", "answer": "B"},
+            "'B', which may be the golden answer or the place of one of the choices {'choice_a': 'Ann', 'choice_b'",
+        ),
+        (
+            {"question": "Who?", "A": "Ann", "B": "Bo", "answer": "A"},
+            "'A', which may be the golden answer or the place of one of the choices {'a': 'Ann', 'b': 'Bo'}",
+        ),
+        (
+            {"input": "A number is hidden in the text. 1\nWhat is the number?", "outputs": ["1", "2"]},
+            "fields ['input', 'outputs'] are of no known format",
+        ),
         ({"question": "Is it?", "answer": True}, "answer is True, which may mean 'yes' or 'true'; write it as a text"),
         ({"question": "Who?", "answers": [["a"], ["b"]]}, "may mean several golden answers or several objectives"),
         ({"question": "Who?", "answer": "['a', 'b']"}, "may be one golden answer or a list that Python printed"),
@@ -499,6 +530,14 @@ def test_a_page_of_the_dataset_viewer_is_its_rows_unless_cells_were_cut(tmp_path
     rows[1]["truncated_cells"] = ["answer"]
     path.write_text(json.dumps({"features": [{"name": "question"}], "rows": rows}))
     assert refusal(path) == f"{path} holds rows whose answer the dataset viewer has cut; take its files"
+
+
+def test_the_answers_of_dprs_question_files_hold_commas_and_are_still_one_cell(tmp_path):
+    path = tmp_path / "nq-test.tsv"
+    path.write_text('Who wrote Emma?\t["Jane Austen", "Austen"]\nWho is by Emma?\t["Bo"]\n')
+    assert refusal(path).endswith("(if these are values: the first line of a csv file should name its columns)")
+    path.write_text('question\tanswers, all\nWho wrote Emma?\t["Jane Austen", "Austen"]\n')
+    assert read_questions(path, columns=Columns(answer="answers, all"))[0].golden_answers == ["Jane Austen", "Austen"]
 
 
 def test_a_csv_file_without_a_header_is_told_that_it_needs_one(tmp_path):
