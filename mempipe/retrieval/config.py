@@ -38,7 +38,7 @@ class RetrievalConfig(Section):
     num_gpus: int = Field(0, ge=0)
     """GPUs of every actor that holds vectors; its shards are spread over them in float16. 0: CPUs search."""
     num_threads: int = Field(0, ge=0)
-    """CPU threads with which one actor encodes and searches; 0: as many as the machine has cores."""
+    """CPU threads with which one actor encodes and searches; 0: all cores that it may use."""
     batch_wait_ms: float = Field(2.0, ge=0)
     """How long a search waits for others to share its batch."""
     timeout_s: float = Field(60.0, gt=0)

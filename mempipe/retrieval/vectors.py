@@ -8,7 +8,6 @@ ordered by row. So shards answer as one index. Other indexes (IVF, HNSW, transfo
 from __future__ import annotations
 
 import itertools
-import os
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -38,7 +37,8 @@ NUM_SPARE = 16
 
 
 def search_thread(num_threads: int) -> ThreadPoolExecutor:
-    """Returns an executor of one thread whose searches and encoders use `num_threads` CPU threads; 0: all cores.
+    """Returns an executor of one thread whose searches and encoders use `num_threads` CPU threads; 0: all cores that
+    this process may use, by its affinity and the limit of its container.
 
     OpenMP counts per calling thread, and Ray's actors start with one, so the thread that does the work sets the number.
     """
@@ -48,7 +48,10 @@ def search_thread(num_threads: int) -> ThreadPoolExecutor:
 
 
 def _set_num_threads(count: int) -> None:
-    count = count or os.cpu_count() or 1
+    if not count:
+        from joblib import cpu_count  # os.cpu_count tells the cores of the machine
+
+        count = cpu_count()
     threadpool_limits(count)  # faiss' own OpenMP threads and those of its BLAS
     if torch := sys.modules.get("torch"):  # only an encoder that is a model brings it in
         torch.set_num_threads(count)

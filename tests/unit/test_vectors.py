@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 from pathlib import Path
 
 import faiss
@@ -249,3 +251,19 @@ def test_merging_parts_is_ranking_the_whole(scores, data):
     rows, values = merge(parts, count)
     expected = sorted(range(len(scores)), key=lambda row: (-scores[row], row))[:count]
     assert rows.tolist() == expected and values.tolist() == [scores[row] for row in expected]
+
+
+THREADS_OF_A_SEARCH = """
+import os
+import faiss
+from mempipe.retrieval.vectors import search_thread
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+with search_thread(0) as one, search_thread(3) as three:
+    print(one.submit(faiss.omp_get_max_threads).result(), three.submit(faiss.omp_get_max_threads).result())
+"""
+
+
+def test_a_search_takes_the_cores_that_the_process_may_use_and_not_those_of_the_machine():
+    """A job of a cluster or a container has some of them."""
+    command = [sys.executable, "-c", THREADS_OF_A_SEARCH]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["1", "3"]
