@@ -63,21 +63,20 @@ EVERY_PROCESS = {
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses of this machine, which no HTTP proxy can reach."""
+PROXIES = [case(f"{scheme}_proxy") for scheme in ("http", "https", "all") for case in (str.lower, str.upper)]
+"""Variables that name an HTTP proxy."""
 
 
 def prepare_process() -> None:
     """Sets EVERY_PROCESS for this process and its children. Where a proxy is set, LOOPBACK is asked without it."""
     for name, value in EVERY_PROCESS.items():
         os.environ.setdefault(name, value)
-    if any(os.environ.get(name) for name in _PROXIES):
+    if any(os.environ.get(name) for name in PROXIES):
         names = ("no_proxy", "NO_PROXY")  # of two that differ, some clients read the first and some the second
         given = next((os.environ[name] for name in names if os.environ.get(name)), "")
         hosts = [host.strip() for host in given.split(",") if host.strip()]
         if hosts != ["*"]:  # none for any host; clients read it as that only without other names
             os.environ.update(dict.fromkeys(names, ",".join(dict.fromkeys([*hosts, *LOOPBACK]))))
-
-
-_PROXIES = [case(f"{scheme}_proxy") for scheme in ("http", "https", "all") for case in (str.lower, str.upper)]
 
 
 GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
