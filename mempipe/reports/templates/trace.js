@@ -42,7 +42,7 @@ function filter() {
 
 function item(each) {
   const mark = element("span", {class: each.right ? "right" : "wrong"}, each.right ? "✓ " : "✗ ");
-  const facts = [each.phase, each.end, `${each.turns.length} turns`, `reward ${each.reward.toFixed(2)}`, each.lost ? "lost a fact" : ""];
+  const facts = [each.phase, each.end, `${each.turns.length} turn${each.turns.length === 1 ? "" : "s"}`, `reward ${each.reward.toFixed(2)}`, each.lost ? "lost a fact" : ""];
   const button = element("button", {type: "button"}, mark, each.question, element("small", {}, facts.filter(Boolean).join(" · ")));
   button.addEventListener("click", () => select(each));
   return element("li", {}, button);
