@@ -63,11 +63,14 @@ def _formatted(message: Warning | str, category: type[Warning], *place: Any, **l
 
 
 def _check_working_folder() -> None:
-    """Raises ConfigError if the working folder has been removed: every relative path would be a bare "No such file"."""
+    """Raises ConfigError if the working folder has been removed, since every relative path would be a bare "No such
+    file", or has a name that is not UTF-8, which no YAML or JSON file of a run could hold."""
     try:
-        os.getcwd()
+        os.getcwd().encode()
     except FileNotFoundError as error:
         raise ConfigError("the working folder of this command was removed; change to another folder") from error
+    except UnicodeEncodeError as error:
+        raise ConfigError(f"the name of the working folder is not UTF-8: {os.fsencode(os.getcwd())!r}") from error
 
 
 def _is_fault(error: Exception) -> bool:

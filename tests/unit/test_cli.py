@@ -1,6 +1,7 @@
 """The commands that start no cluster, as a user types them."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -154,6 +155,14 @@ def test_a_working_folder_that_was_removed_is_said(tmp_path, monkeypatch, capsys
     assert capsys.readouterr().err == (
         "error: the working folder of this command was removed; change to another folder\n"
     )
+
+
+def test_a_working_folder_whose_name_is_not_utf_8_is_said(tmp_path, monkeypatch, capsys):
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"  # as a machine with Latin-1 names it
+    os.mkdir(folder)
+    monkeypatch.chdir(os.fsdecode(folder))
+    assert main(["doctor", "any.yaml"]) == 2
+    assert capsys.readouterr().err == f"error: the name of the working folder is not UTF-8: {folder!r}\n"
 
 
 def test_data_world_prints_passages_and_answerable_questions(capsys):
