@@ -9,13 +9,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 import httpx
@@ -141,11 +141,14 @@ def _authentication(address: str) -> str:
 
 def _proxy_hint(address: str) -> str:
     """Returns how to ask the address without an HTTP proxy, "" where it is asked without one."""
-    scheme, _, rest = address.partition("://")
-    host, proxies = re.split("[:/]", rest)[0], getproxies()
-    if not (proxies.get(scheme) or proxies.get("all")) or proxy_bypass(host):
+    try:
+        url = urlsplit(address)
+    except ValueError:  # no address at all, which the message says
         return ""
-    return f" A proxy is asked for it ({scheme}_proxy or all_proxy is set); with NO_PROXY={host} none is."
+    host, proxies = url.hostname or "", getproxies()
+    if not (proxies.get(url.scheme) or proxies.get("all")) or proxy_bypass(host):
+        return ""
+    return f" A proxy is asked for it ({url.scheme}_proxy or all_proxy is set); with NO_PROXY={host} none is."
 
 
 def checked_job(path: str, overrides: Sequence[str] = (), *, resume: Resume = "never") -> Job:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import httpx
 import pytest
 import requests
 import torch
+from served_replies import served
 
 from mempipe.engines.config import GenerationConfig
 from mempipe.engines.vllm_settings import engine_variables
@@ -120,29 +117,10 @@ def test_no_proxy_for_any_host_stays_so(no_proxies):
 def test_clients_reach_this_machine_where_a_proxy_is_set(no_proxies, host):
     for name in PROXIES:
         no_proxies.setenv(name, DEAD)
-    with served(b"here") as port:
+    with served({"/": (200, "here")}) as url:
+        url = f"{url.replace('127.0.0.1', host)}/"
         with pytest.raises(httpx.ConnectError):
-            httpx.get(f"http://{host}:{port}")
+            httpx.get(url)
         prepare_process()
-        assert httpx.get(f"http://{host}:{port}").content == b"here"
-        assert requests.get(f"http://{host}:{port}", timeout=60).content == b"here"  # Ray's client of jobs
-
-
-@contextmanager
-def served(body: bytes) -> Iterator[int]:
-    """The port of an HTTP server on 127.0.0.1 that answers every request with `body`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.send_response(200)
-            self.send_header("content-length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
-
-        def log_message(self, *arguments: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield server.server_port
-        server.shutdown()
+        assert httpx.get(url).text == "here"
+        assert requests.get(url, timeout=60).text == "here"  # Ray's client of jobs

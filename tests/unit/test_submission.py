@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shlex
 import shutil
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,12 +17,14 @@ import pytest
 import ray
 import yaml
 from ray.dashboard.modules.job import cli as ray_job
+from served_replies import served
 
 from mempipe.actors.job_server import _check_size, _exit_code
 from mempipe.actors.lost import LaunchError
 from mempipe.checks.findings import fatal
 from mempipe.cli import _parsed, main
 from mempipe.cli.submit import TAKE_RESUME
+from mempipe.environment import PROXIES
 from mempipe.settings import ConfigError
 from mempipe.submission import DASHBOARD, EXCLUDES, Cluster, checked_job, find_cluster
 
@@ -51,32 +48,6 @@ def folder(tmp_path, monkeypatch) -> Path:
     (folder / "count.yaml").write_text("kind: counted_job\nup_to: 3\n")
     monkeypatch.chdir(folder)
     return folder
-
-
-@contextmanager
-def dashboard(replies: dict[str, tuple[int, Any]]) -> Iterator[str]:
-    """Serves these replies by path, and 404 elsewhere."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            status, body = replies.get(self.path, (404, "none"))
-            if callable(body):
-                status, body = body(self.headers)
-            content = (body if isinstance(body, str) else json.dumps(body)).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(content)))
-            self.end_headers()
-            self.wfile.write(content)
-
-        def log_message(self, *_: object) -> None: ...
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 MODE, VERSION = "/api/authentication_mode", "/api/version"
@@ -278,14 +249,14 @@ def test_a_config_that_is_not_shipped_travels_as_text(folder, tmp_path, place):
     ],
 )
 def test_a_dashboard_says_how_its_cluster_authenticates(reply, mode):
-    with dashboard({MODE: reply}) as url:
+    with served({MODE: reply}) as url:
         cluster = find_cluster(f"{url}/")
     assert cluster == Cluster(address=url, environment={"RAY_AUTH_MODE": mode})
     assert cluster.ray_job("stop", "id") == f"RAY_AUTH_MODE={mode} ray job stop --address {url} id"
 
 
 def test_the_address_is_that_of_the_option_then_of_the_environment(monkeypatch):
-    with dashboard({MODE: (200, {"authentication_mode": "disabled"})}) as url:
+    with served({MODE: (200, {"authentication_mode": "disabled"})}) as url:
         monkeypatch.setenv("RAY_ADDRESS", url)
         assert find_cluster() == Cluster(address=url, environment={"RAY_AUTH_MODE": "disabled"})
         monkeypatch.setenv("RAY_ADDRESS", "http://elsewhere:8265")
@@ -308,18 +279,20 @@ def test_the_address_is_that_of_the_option_then_of_the_environment(monkeypatch):
     ],
 )
 def test_another_server_is_not_taken_for_a_cluster(reply, said):
-    with dashboard({MODE: reply}) as url, pytest.raises(ConfigError, match=f"^{url} {said}"):
+    with served({MODE: reply}) as url, pytest.raises(ConfigError, match=f"^{url} {said}"):
         find_cluster(url)
 
 
 @pytest.mark.parametrize("proxy", ["http_proxy", "all_proxy"])
 def test_a_cluster_that_a_proxy_keeps_from_us_is_told_with_the_way_around_it(monkeypatch, proxy):
+    for name in PROXIES:
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     said = "no Ray dashboard answers at http://head.invalid:8265 .*"
     with pytest.raises(ConfigError, match=said) as without:
         find_cluster("http://head.invalid:8265")
     assert "proxy" not in str(without.value)
-    with dashboard({f"http://head.invalid:8265{MODE}": (502, "<html>")}) as url:  # the proxy
+    with served({f"http://head.invalid:8265{MODE}": (502, "<html>")}) as url:  # the proxy
         monkeypatch.setenv(proxy, url)
         monkeypatch.setenv("no_proxy", "127.0.0.1,other.invalid")
         with pytest.raises(ConfigError, match=r"status 502.*with NO_PROXY=head\.invalid none is"):
@@ -379,7 +352,7 @@ def test_what_keeps_a_cluster_from_taking_a_job_is_said_in_a_sentence(folder, tm
     environment = {**os.environ, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)} | (
         {"RAY_AUTH_TOKEN": token} if token else {}
     )
-    with dashboard(replies) as url:
+    with served(replies) as url:
         command = [sys.executable, "-m", "mempipe.cli", "submit", "count.yaml", "--address", url]
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 2, done.stderr
@@ -442,7 +415,7 @@ def test_a_job_is_followed_unless_asked_otherwise(folder, monkeypatch, capsys, e
             return 4
 
     monkeypatch.setattr("mempipe.actors.job_server.JobServer", Server)
-    with dashboard({MODE: (200, {"authentication_mode": "token"})}) as url:
+    with served({MODE: (200, {"authentication_mode": "token"})}) as url:
         code = main(["submit", "count.yaml", "--address", url, *words])
     said = capsys.readouterr()
     assert said.out.startswith(f"RAY_AUTH_MODE=token ray job submit --address {url} \\\n")
