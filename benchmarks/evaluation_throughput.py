@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--run", help="folder of a finished run")
     arguments = parser.parse_args()
-    os.environ.update(environment.EVERY_PROCESS)
+    environment.prepare_process()
     with tempfile.TemporaryDirectory() as folder:
         run = None
         if arguments.run is not None:

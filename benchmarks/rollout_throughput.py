@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--skewed", type=int, default=384, help="scripted trajectories of a round")
     parser.add_argument("--run", help="folder of a finished run")
     arguments = parser.parse_args()
-    os.environ.update(environment.EVERY_PROCESS)
+    environment.prepare_process()
     with tempfile.TemporaryDirectory() as folder:
         num_steps = (FILLING_STEPS + arguments.steps) * (arguments.rounds + 1) + STEPS_AHEAD
         num_questions = arguments.groups * num_steps
