@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 import ray
+from ray._common.utils import get_system_memory
 from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayError
 
@@ -330,7 +331,7 @@ def _is_late(error: Exception) -> bool:
 
 def _object_store(model: ModelConfig | None) -> int:
     shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
-    memory = psutil.virtual_memory().total
+    memory = get_system_memory()  # that of the container where it has a limit, and psutil's is that of the machine
     return object_store_bytes(model or ModelConfig(), memory=memory, shared_memory=shared)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,6 +14,7 @@ import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import ray
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
@@ -20,6 +22,8 @@ from ray.data._internal.execution.streaming_executor import StreamingExecutor
 from mempipe.actors import cluster
 from mempipe.actors.cluster import connected
 from mempipe.actors.lost import ClusterLost, LaunchError
+from mempipe.engines.config import ModelConfig
+from mempipe.planning.capacity import GIB
 
 
 def test_nobody_at_the_address():
@@ -139,3 +143,10 @@ def test_no_stream_is_at_work_when_ray_shuts_down(monkeypatch):
 def test_ray_data_names_its_threads_as_they_are_looked_for():
     source = inspect.getsource(StreamingExecutor.__init__)
     assert f'f"{cluster.STREAM_THREADS}{{' in source and issubclass(StreamingExecutor, threading.Thread)
+
+
+def test_the_object_store_of_a_container_is_sized_by_its_limit(monkeypatch):
+    monkeypatch.setattr(cluster, "get_system_memory", lambda: 4 * GIB)  # of the container; the machine has a TB
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1024 * GIB))
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=512 * GIB))
+    assert cluster._object_store(ModelConfig(path="Qwen/Qwen2.5-3B-Instruct")) == pytest.approx(0.3 * 4 * GIB, abs=1)
