@@ -18,6 +18,7 @@ from mempipe.engines.checkpoint import checkpoints
 from mempipe.environment import prepare_process
 from mempipe.evaluation.causes import first_causes
 from mempipe.evaluation.held_out import read_held_out
+from mempipe.evaluation.rollout_metrics import num_turns
 from mempipe.evaluation.suite import merged
 from mempipe.facts import FactState, fact_states
 from mempipe.installation import check_pipelines
@@ -81,14 +82,16 @@ class Run:
     def evaluations(self) -> pl.DataFrame:
         """Returns a row for each evaluation of the held-out questions, in the order of training: its label, the learner
         step, the number of questions, and the means of exact match, F1, turns and sampled tokens."""
-        return pl.DataFrame([asdict(each) for each in read_held_out(self.folder)], schema=_EVALUATION)
+        found = read_held_out(self.folder, growing=self.config.agent_spec.grows)
+        return pl.DataFrame([asdict(each) for each in found], schema=_EVALUATION)
 
     def trajectories(self, *, turns: bool = False) -> pl.DataFrame:
         """Returns a row for each recorded attempt at a held-out question: its phase ("before" or "after"), the
         question, the part of the corpus that it is about, the answer, scores, turns, tokens, and the memory that the
         attempt ended with.
 
-        With `turns` it returns a row for each turn of these attempts: the memory that the turn left and its tokens
+        With `turns` it returns a row for each turn of these attempts (one for all turns of an agent that carries its
+        whole history): the memory that the turn left and its tokens
         (null where it wrote none), the sampled tokens of its messages, and how many needed facts its memory holds,
         gained and lost. These counts and `first_cause`, why the attempt's answer is wrong (of a joined question why
         each of its answers is: "none; lost"), are null where the needed facts are not known; the counts too where the
@@ -177,7 +180,7 @@ def _attempt(each: Traced) -> dict[str, Any]:
         "f1": attempt.f1,
         "reward": attempt.reward,
         "end_reason": str(attempt.end_reason),
-        "turns": len(attempt.contexts),
+        "turns": num_turns(attempt, growing=each.text.full_history),
         "tokens": sum(len(context.loss_mask) for context in attempt.contexts),
         "memory": (last.memory_after or last.memory_before) if last is not None else "",
     }

@@ -103,6 +103,11 @@ def context_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int
     return [end for context in trajectory.contexts for _, end in messages(context)]
 
 
+def num_turns(trajectory: Trajectory, *, growing: bool) -> int:
+    """Returns how often the agent acted: its contexts, or the messages of a growing context."""
+    return len(context_tokens_by_turn(trajectory, growing=growing))
+
+
 def full_history_tokens(trajectory: Trajectory) -> list[int]:
     """Returns the prompt tokens that a full-history agent (ReAct) would have carried at each turn of this trajectory.
 

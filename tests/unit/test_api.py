@@ -16,7 +16,7 @@ import polars as pl
 import pytest
 import yaml
 from api_builders import STEPS, build_run, questions_in, scripted_engines
-from trace_builders import write_run
+from trace_builders import write_full_history_run, write_run
 
 import mempipe
 from mempipe import cli
@@ -447,6 +447,12 @@ def test_the_turns_of_a_run_are_a_frame_with_their_facts(tmp_path):
     right = after.filter(pl.col("question_id") == "q1").sort("turn")
     assert right["first_cause"].to_list() == [None] * 3 and right["hops"].to_list() == [2] * 3
     assert right["memory"].to_list() == ["Oslo fjord", "Oslo Ann", None], "the answering turn wrote none"
+
+
+def test_every_message_of_a_full_history_is_a_turn(tmp_path):
+    opened = mempipe.Run(write_full_history_run(tmp_path))
+    assert opened.trajectories()["turns"].to_list() == [3] and opened.evaluations["turns"].to_list() == [3.0]
+    assert opened.trajectories(turns=True).height == 1, "all its turns are in one context"
 
 
 def test_facts_are_null_where_they_are_not_known(run):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import yaml
@@ -68,4 +70,24 @@ def write_run(folder: Path) -> Path:
     config = RunConfig().model_dump(mode="json")
     config["budget"]["memory_tokens"] = 64
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def write_full_history_run(folder: Path) -> Path:
+    """Writes a run of ReAct whose only attempt has three messages in one context."""
+    answered = group("after", 1, right=True)
+    (attempt,) = answered.trajectories
+    contexts = attempt.contexts
+    one = replace(
+        contexts[0],
+        **{
+            column: [value for context in contexts for value in getattr(context, column)]
+            for column in ("token_ids", "loss_mask", "logprobs", "policy_versions")
+        },
+    )
+    groups = [replace(answered, trajectories=[replace(attempt, contexts=[one])])]
+    write_trajectories(folder / "trajectories.parquet", groups)
+    write_trajectories(folder / "evaluation" / "after.parquet", groups)
+    (folder / "config.yaml").write_text(yaml.safe_dump({"agent": {"name": "react"}}))
+    (folder / "state.json").write_text(json.dumps({"finished": True, "seconds": {}, "num_steps": 3}))
     return folder
