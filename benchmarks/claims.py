@@ -37,6 +37,7 @@ from mempipe.reports.over_seeds import write_seed_report
 from mempipe.storage.files import write_text
 from mempipe.studies.over_seeds import Evaluated, SeedCell, SeedTable, on_sets, over_seeds
 from pipelines.prepare import NUM_HELD_OUT_WORLDS
+from tools.processes import foreground
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "jobs" / "configs"
@@ -300,7 +301,7 @@ def plot(table: SeedTable, title: str, file: Path) -> None:
 
 
 def python(words: Sequence[str]) -> None:
-    subprocess.run([sys.executable, *words], check=True)
+    foreground([sys.executable, *words])
 
 
 if __name__ == "__main__":

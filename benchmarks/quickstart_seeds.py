@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ import polars as pl
 
 from benchmarks.learning_plot import plot
 from mempipe.evaluation.statistics import t_interval
+from tools.processes import foreground
 
 BAR_BEFORE, BAR_AFTER = 0.30, 0.60
 MARKS = "<!-- the table of benchmarks.quickstart_seeds -->\n", "<!-- its end -->\n"
@@ -73,7 +73,7 @@ def run(seed: int, output: str, overrides: list[str]) -> dict[str, float | str]:
         f"output={output}",
         "--resume-if-exists",
     ]
-    subprocess.run([*command, *overrides], check=True)
+    foreground([*command, *overrides])
     found = report(Path(output) / name)
 
     def interval(label: str) -> str:

@@ -26,6 +26,7 @@ from pathlib import Path
 import yaml
 
 from mempipe.tracking.tracker import read_metrics
+from tools.processes import foreground
 
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
 SETTINGS = [
@@ -80,7 +81,7 @@ def make_runs(folder: Path, arguments: argparse.Namespace) -> list[Path]:
             *settings,
             *arguments.overrides,
         ]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        foreground(command, stdout=subprocess.DEVNULL)
         runs.append(run)
     return runs
 

@@ -166,6 +166,22 @@ class Running:
         return os.pread(output.fileno(), os.fstat(output.fileno()).st_size, 0).decode(errors="replace")
 
 
+def foreground(command: Sequence[str], *, stdout: int | None = None) -> None:
+    """Runs a command on this terminal to its end. Ctrl-C reaches both, and this process waits until the command has
+    saved its work; `subprocess.run` would kill it after a quarter of a second.
+
+    Raises CalledProcessError where the command fails, and SystemExit with code 130 after a Ctrl-C.
+    """
+    with subprocess.Popen(command, stdout=stdout) as process:
+        try:
+            process.wait()
+        except KeyboardInterrupt:
+            process.wait()
+            raise SystemExit(130) from None
+    if process.returncode:
+        raise subprocess.CalledProcessError(process.returncode, command)
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of this machine that nobody listens on at the moment.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tools import processes
-from tools.processes import Marked, Running, run
+from tools.processes import ROOT, Marked, Running, run
 
 GROWS = """
 import time
@@ -23,6 +26,17 @@ end = time.monotonic() + 1
 while time.monotonic() < end:
     os.makedirs("a/b/c/d")
     shutil.rmtree("a")
+"""
+
+
+SAVES = """
+import pathlib, time
+try:
+    print("begun", flush=True)
+    time.sleep(60)
+except KeyboardInterrupt:
+    time.sleep(1)
+    pathlib.Path("saved").touch()
 """
 
 
@@ -76,3 +90,20 @@ def test_a_command_that_ends_before_its_time_fails_with_what_it_said(tmp_path: P
     with pytest.raises(AssertionError, match="ended early with 1\nno room"):
         ends.wait_until(lambda: False)
     assert (ends.wait().returncode, ends.stderr) == (1, "no room\n")
+
+
+def test_ctrl_c_waits_until_the_command_in_the_foreground_has_saved(tmp_path: Path) -> None:
+    code = f"import sys; from tools.processes import foreground; foreground([sys.executable, '-c', {SAVES!r}])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, b"") and (tmp_path / "saved").exists()
