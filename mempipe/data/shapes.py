@@ -14,7 +14,7 @@ import re
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from mempipe.data.config import Columns
 from mempipe.data.input_files import InputFile
@@ -75,6 +75,12 @@ _OWN_FIELDS = tuple(field.name for field in fields(Question))
 _MAX_HOPS = 10_000
 _RULER_DOCUMENTS = "The following are given documents."
 _RULER_TASK = "Answer the question based on the given documents."
+_RULER_NEEDLE = re.compile(
+    r"quiz you about the \w+ afterwards\.\s*\n(?P<context>.+)\n"
+    r"(?P<question>What is the special magic \w+ for .+? mentioned in the provided text\?)",
+    re.DOTALL,
+)
+"""The prompt of a needle in a haystack with one answer; "What are all ..." asks for several."""
 _LETTERED = re.compile(r"(?:(?:choice|option|opt)[_ ]?)?[a-e]")
 """The columns of choices that have one column each: LongBench v2 has choice_A, MMLU has A."""
 _SPLITS = {"train", "dev", "test", "validation", "val", "valid"}
@@ -417,21 +423,29 @@ def _mem1(row: dict[str, Any], number: int) -> Question:
     )
 
 
-def _is_ruler_qa(row: dict[str, Any]) -> bool:
-    """Returns whether a row of RULER's own files asks about documents. Its other tasks want all of several answers."""
-    return all(isinstance(row["input"], str) and part in row["input"] for part in (_RULER_DOCUMENTS, _RULER_TASK))
+def _ruler_parts(row: dict[str, Any]) -> tuple[str, str, str] | None:
+    """Takes the prompt of RULER's own files apart: the task's name, the text to read, and the question. Returns None
+    for its tasks that want all of several answers."""
+    prompt = row["input"]
+    if not isinstance(prompt, str):
+        return None
+    if needle := _RULER_NEEDLE.search(prompt):
+        return "ruler_niah", needle["context"], needle["question"]
+    if _RULER_DOCUMENTS not in prompt or _RULER_TASK not in prompt:
+        return None
+    # The task, the documents, the task again, and the question.
+    context, _, asked = prompt.partition(_RULER_DOCUMENTS)[2].rpartition(_RULER_TASK)
+    return "ruler_qa", context, asked.rpartition("Question:")[2].strip().removesuffix("Answer:")
 
 
-def _ruler_qa(row: dict[str, Any], number: int) -> Question:
-    """Takes RULER's prompt apart: the task, the documents, the task again, and the question."""
-    context, _, asked = row["input"].partition(_RULER_DOCUMENTS)[2].rpartition(_RULER_TASK)
-    question = asked.rpartition("Question:")[2].strip().removesuffix("Answer:")
+def _ruler(row: dict[str, Any], number: int) -> Question:
+    source, context, asked = cast("tuple[str, str, str]", _ruler_parts(row))
     return Question(
         id="",  # an index is that of its file, and files of several lengths have the same ones
-        text=checked_text(question.strip(), "the question of input"),
+        text=checked_text(asked.strip(), "the question of input"),
         golden_answers=golden_answers(row["outputs"], "outputs"),
-        source="ruler_qa",
-        context=checked_text(context.strip(), "the documents of input"),
+        source=source,
+        context=checked_text(context.strip(), "the text of input"),
     )
 
 
@@ -557,7 +571,12 @@ SHAPES = (  # the first that a row fits
         context="context",
         is_read=True,
     ),
-    RowShape(name="RULER's own", marks=("input", "outputs"), applies=_is_ruler_qa, read=_ruler_qa),
+    RowShape(
+        name="RULER's own",
+        marks=("input", "outputs"),
+        applies=lambda row: _ruler_parts(row) is not None,
+        read=_ruler,
+    ),
     RowShape(
         name="BABILong",
         marks=("input", "question", "target"),

@@ -197,6 +197,25 @@ def test_a_row_of_every_usual_shape_is_a_question_with_its_golden_answers(tmp_pa
     assert question.golden_answers == golden and question.id
 
 
+def test_a_needle_in_a_haystack_of_ruler_is_taken_out_of_its_prompt(tmp_path):
+    asked = "What is the special magic number for vivid-owl mentioned in the provided text?"
+    text = "The grass is green.\nOne of the special magic numbers for vivid-owl is: 7152.\nThe sky is blue."
+    prompt = (
+        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about "
+        f"the number afterwards.\n{text}\n{asked} The special magic number for vivid-owl mentioned in the provided "
+        "text is"
+    )
+    (needle,) = read_questions(jsonl(tmp_path / "niah.jsonl", {"index": 0, "input": prompt, "outputs": ["7152"]}))
+    assert (needle.text, needle.context, needle.golden_answers) == (asked, text, ["7152"])
+    assert needle.source == "ruler_niah"
+    several = prompt.replace("A special magic number is", "Some special magic numbers are").replace(
+        "number after", "numbers after"
+    )
+    several = several.replace("What is the special magic number", "What are all the special magic numbers")
+    said = refusal(jsonl(tmp_path / "many.jsonl", {"index": 0, "input": several, "outputs": ["7152", "9"]}))
+    assert "fields ['index', 'input', 'outputs'] are of no known format" in said
+
+
 def test_sets_that_bring_documents_give_them_as_context(tmp_path):
     (musique,) = read_questions(jsonl(tmp_path / "m.jsonl", MUSIQUE))
     assert musique.context == "Document 1:\nEmma\nEmma is by Jane Austen.\n\nDocument 2:\nNile\nA river."
