@@ -82,7 +82,8 @@ def _index_adopt(arguments: argparse.Namespace) -> None:
 
 def describe_index(manifest, folder: str) -> list[str]:
     """Returns lines that describe an index for people."""
-    lines = [f"{folder}: {manifest.passages.count} passages"]
+    count = manifest.passages.count
+    lines = [f"{folder}: {count:,} passage{'s' * (count != 1)}"]
     if skipped := manifest.passages.skipped:
         lines.append("  skipped: " + ", ".join(f"{count} {kind}" for kind, count in skipped.items()))
     if vectors := manifest.vectors:

@@ -75,7 +75,7 @@ def test_a_submitted_job_runs_in_what_was_uploaded_and_succeeds(cluster, tmp_pat
     ended = client.wait()
     assert ended.returncode == 0 and "succeeded" in ended.stdout, ended.stdout + ended.stderr
     said = of_the_job(ended.stdout)
-    assert f"{tmp_path / 'index'}: 1 passages" in said and "pid=" not in said and "WARNING" not in said
+    assert f"{tmp_path / 'index'}: 1 passage\n" in said and "pid=" not in said and "WARNING" not in said
 
 
 def test_a_job_that_cannot_work_fails_with_its_sentence(cluster, tmp_path):
