@@ -24,7 +24,6 @@ from typing import Any
 
 import psutil
 import ray
-from ray._common.utils import get_system_memory
 from ray._private import ray_constants
 from ray.exceptions import RayActorError, RayError
 
@@ -33,6 +32,7 @@ from mempipe.actors.quiet import quiet_loggers, quiet_retries, take_note_of_pool
 from mempipe.engines.config import ModelConfig
 from mempipe.environment import EVERY_PROCESS, prepare_process
 from mempipe.planning.capacity import object_store_bytes
+from mempipe.planning.hosts import usable_memory
 from mempipe.progress import say
 from mempipe.settings import ConfigError
 from mempipe.stop import children_ignore_sighup, keeps_sigterm_handler
@@ -331,8 +331,7 @@ def _is_late(error: Exception) -> bool:
 
 def _object_store(model: ModelConfig | None) -> int:
     shared = shutil.disk_usage("/dev/shm").total if os.path.isdir("/dev/shm") else 0
-    memory = get_system_memory()  # that of the container where it has a limit, and psutil's is that of the machine
-    return object_store_bytes(model or ModelConfig(), memory=memory, shared_memory=shared)
+    return object_store_bytes(model or ModelConfig(), memory=usable_memory(), shared_memory=shared)
 
 
 def _knock(address: str) -> None:

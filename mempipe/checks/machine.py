@@ -12,6 +12,7 @@ from pathlib import Path
 
 from mempipe.checks.findings import Finding, fatal, ok
 from mempipe.engines.gpus import GIB
+from mempipe.planning.hosts import usable_memory
 
 TIMEOUT_S = 5.0
 DEFAULT_GPU_GIB = 79.2  # as CUDA reports 80
@@ -27,7 +28,7 @@ class Devices:
     gpu_gib: float = DEFAULT_GPU_GIB
     """Memory of the smallest GPU."""
     host_gib: float = 0.0
-    """Memory of the machine; 0: unknown, for a cluster that is elsewhere."""
+    """Memory of the machine, or of the container; 0: unknown, for a cluster that is elsewhere."""
     gpu: str = ""
     """The type of GPU, of `mempipe.engines.gpus`; empty: not known, and no seconds are estimated."""
 
@@ -38,8 +39,7 @@ def devices_here() -> Devices:
     gpus = _gpu_gib()
     if visible is not None:
         gpus = gpus[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB
-    return Devices(num_gpus=len(gpus), gpu_gib=min(gpus, default=DEFAULT_GPU_GIB), host_gib=host)
+    return Devices(num_gpus=len(gpus), gpu_gib=min(gpus, default=DEFAULT_GPU_GIB), host_gib=usable_memory() / GIB)
 
 
 def is_on_a_cluster(ray_address: str) -> bool:

@@ -148,7 +148,7 @@ def _on_cpus(config: RunConfig, shape: ModelShape, gib: float, *, training: bool
     if not gib:
         return []
     needed, cache = all_on_cpus(config, shape, training=training), config.generation.cpu_kv_cache_gib
-    text = f"all roles on CPUs: at least {needed / GIB:.1f} of this machine's {gib:.0f} GiB"
+    text = f"all roles on CPUs: at least {needed / GIB:.1f} of the {gib:.1f} GiB that may be used here"
     findings = [fatal(f"{text}; a run of this size needs GPUs (--devices)") if needed > gib * GIB else ok(text)]
     context = cache_bytes(config, shape, contexts=1) / GIB
     if context > cache:

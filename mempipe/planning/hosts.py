@@ -1,15 +1,46 @@
-"""The memory of machines: what ranks on GPUs keep there, and all roles without a GPU.
+"""The memory of machines: how much this process may use, what ranks on GPUs keep there, and all roles without a GPU.
 
-Lower bounds in bytes, calculated from the config and the model's shape: processes, activations and the object store
-come on top. Nothing here imports ray or torch.
+The needs are lower bounds in bytes, calculated from the config and the model's shape: processes, activations and the
+object store come on top. Nothing here imports ray or torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
 
 from mempipe.config import RunConfig
 from mempipe.planning.capacity import GIB, ModelShape, trained_matrices, trained_parameters, weight_width
+
+
+def usable_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Returns how many bytes this process and its children may use: the machine's memory, or less where a control group
+    has a limit, which is that of a container, a Slurm job or a systemd unit.
+
+    `groups` is where control groups are mounted, and `own` lists those of this process.
+    """
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([machine, *_memory_limits(groups, own)])
+
+
+def _memory_limits(groups: Path, own: Path) -> Iterator[int]:
+    """Yields the limits of the process's groups and of all groups above them. A container often sees its own group as
+    the root, and /proc still has the group's path outside."""
+    with suppress(OSError):
+        for line in own.read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if not controllers:  # version 2 of control groups
+                mount, name = groups, "memory.max"
+            elif "memory" in controllers.split(","):
+                mount, name = groups / "memory", "memory.limit_in_bytes"
+            else:
+                continue
+            group = PurePosixPath(path)
+            for each in (group, *group.parents):
+                with suppress(OSError, ValueError):  # the root has no such file, and "max" says that nothing is limited
+                    yield int((mount / each.relative_to("/") / name).read_text())
 
 
 def offloaded(config: RunConfig, shape: ModelShape, *, num_ranks: int) -> dict[str, int]:

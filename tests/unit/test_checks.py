@@ -296,7 +296,7 @@ def test_a_machine_without_gpus_is_told_what_its_memory_holds(settings):
     shape_of = "Qwen/Qwen2.5-3B-Instruct"
     large = config.model_copy(update={"model": config.model.model_copy(update={"path": shape_of})})
     (problem,) = fatals(check_roles(large, here))
-    assert "all roles on CPUs: at least" in problem and "this machine's 4 GiB" in problem
+    assert "all roles on CPUs: at least" in problem and "of the 4.0 GiB that may be used here" in problem
     assert fatals(check_roles(large, replace(here, host_gib=512))) == []
 
 

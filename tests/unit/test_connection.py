@@ -14,7 +14,6 @@ import time
 from contextlib import ExitStack
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import ray
 from ray.data._internal.execution.streaming_executor import StreamingExecutor
@@ -146,7 +145,6 @@ def test_ray_data_names_its_threads_as_they_are_looked_for():
 
 
 def test_the_object_store_of_a_container_is_sized_by_its_limit(monkeypatch):
-    monkeypatch.setattr(cluster, "get_system_memory", lambda: 4 * GIB)  # of the container; the machine has a TB
-    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1024 * GIB))
+    monkeypatch.setattr(cluster, "usable_memory", lambda: 4 * GIB)  # of the container; the machine has a TB
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(total=512 * GIB))
     assert cluster._object_store(ModelConfig(path="Qwen/Qwen2.5-3B-Instruct")) == pytest.approx(0.3 * 4 * GIB, abs=1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from mempipe.checks.findings import Finding
@@ -12,7 +13,7 @@ from mempipe.checks.roles import check_roles
 from mempipe.config import RunConfig
 from mempipe.loader import load_config
 from mempipe.planning.capacity import GIB, KNOWN, ModelShape
-from mempipe.planning.hosts import all_on_cpus, offloaded
+from mempipe.planning.hosts import all_on_cpus, offloaded, usable_memory
 
 PRESET = Path(__file__).parents[2] / "jobs" / "configs" / "memsearcher_qwen2.5-7b.yaml"
 FOURTEEN = KNOWN["Qwen/Qwen2.5-14B-Instruct"]
@@ -78,3 +79,26 @@ def test_all_roles_on_cpus(overrides, references):
     engines = 2 * (2 * p + config.generation.cpu_kv_cache_gib * GIB)
     assert all_on_cpus(config, EVEN, training=False) == engines
     assert all_on_cpus(config, EVEN, training=True) == engines + 16 * p + references * 2 * p
+
+
+@pytest.mark.parametrize(
+    ("groups", "own", "expected"),
+    [
+        ({"memory.max": "max"}, "0::/", None),
+        ({"job_7/step_0/memory.max": "max", "job_7/memory.max": "3000000"}, "0::/job_7/step_0", 3000000),  # Slurm
+        ({"memory.max": "2000000"}, "0::/docker/abc", 2000000),  # a container sees its group as the root
+        ({"memory/docker/memory.limit_in_bytes": "1000000"}, "5:cpu:/docker\n4:hugetlb,memory:/docker", 1000000),
+        ({"memory/memory.limit_in_bytes": str(2**63 - 4096)}, "4:memory:/", None),
+        ({}, "", None),
+    ],
+)
+def test_the_limit_of_a_control_group_is_the_memory_that_may_be_used(tmp_path, groups, own, expected):
+    for name, limit in groups.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(f"{limit}\n")
+    (tmp_path / "own").write_text(f"{own}\n" if own else "")
+    assert usable_memory(tmp_path / "groups", tmp_path / "own") == (expected or psutil.virtual_memory().total)
+
+
+def test_a_system_without_control_groups_has_the_memory_of_its_machine(tmp_path):
+    assert usable_memory(tmp_path / "none", tmp_path / "neither") == psutil.virtual_memory().total
