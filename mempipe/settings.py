@@ -60,6 +60,13 @@ class Section(BaseModel):
             raise PydanticCustomError("number", "Input should be a number, not true or false")
         return value
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _a_whole_number_may_be_a_text(cls, value: object, info: ValidationInfo) -> Any:
+        """Reads `name: 20261127`, which is a number in YAML, as its text where a text and no number belongs."""
+        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
+        return str(value) if type(value) is int and str in kinds and not kinds & {int, float, Any} else value
+
     @classmethod
     def _is_section(cls, name: str) -> bool:
         """Returns whether a setting is a section that is always there."""

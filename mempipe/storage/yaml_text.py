@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
+
+_INT = "tag:yaml.org,2002:int"
 
 
 def parse_yaml(text: str) -> Any:
@@ -22,6 +25,9 @@ class _Loader(yaml.SafeLoader):
     """Reads YAML and refuses a duplicate key (YAML itself silently takes the last one), and an alias that contains
     itself. libyaml would read a text in a seventh of the time, but its messages do not name the wrong character, and
     it takes tabs where PyYAML does not.
+
+    A whole number is written as one, so that its text is known: 007, 12:30 and 1_000 are texts, which a setting that
+    takes a number reads in base ten. A date is a text, because no setting takes a date.
     """
 
     def __init__(self, stream: str) -> None:
@@ -40,6 +46,13 @@ class _Loader(yaml.SafeLoader):
             self._own_keys_differ.add(id(node))
             _check_keys(node)
         super().flatten_mapping(node)
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, form) for tag, form in forms if tag not in (_INT, "tag:yaml.org,2002:timestamp")]
+    for first, forms in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(_INT, re.compile(r"-?(?:0|[1-9][0-9]*)$"), list("-0123456789"))
 
 
 def _check_keys(node: yaml.MappingNode) -> None:

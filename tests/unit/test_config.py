@@ -126,7 +126,7 @@ def test_a_setting_is_read_under_its_old_name_and_its_new_one_is_said(agent):
         ("=1", "key=value"),
         ("seed.x=1", "not a section"),
         ("seed=[", "not YAML"),
-        ("seed=2024-99-99", "not YAML"),
+        ("seed=2024-99-99", "seed is '2024-99-99': should be a valid integer"),
         ("seed={a: 1, a: 2}", "not YAML"),
     ],
 )
@@ -135,6 +135,36 @@ def test_a_malformed_override_is_refused(tmp_path, override, words):
     file.write_text("seed: 3\n")
     with pytest.raises(ConfigError, match=words):
         load_config(file, [override])
+
+
+@pytest.mark.parametrize("name", ["20261127", "2026-11-27", "007", "12:30", "1_000", "0x1f", "1e5", "7"])
+def test_a_name_of_digits_is_read_as_it_was_written(tmp_path, name):
+    """As in `name=$SLURM_JOB_ID` and `name=$(date +%F)`."""
+    file = tmp_path / "c.yaml"
+    file.write_text(f"name: {name}\n")
+    assert load_config(file).name == name
+    file.write_text("seed: 1_000\n")
+    changed = load_config(file, [f"name={name}"])
+    assert (changed.name, changed.seed) == (name, 1000)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("name=on", """name is true, and not a text; write one with both quotes, e.g. 'name="true"'"""),
+        ("name=1.10", """name is 1.1, and not a text; write one with both quotes, e.g. 'name="1.1"'"""),
+        (
+            "model.source=",
+            """model.source is null, and not a text; write one with both quotes, e.g. 'model.source=""'""",
+        ),
+    ],
+)
+def test_what_yaml_does_not_read_as_a_text_is_refused_with_the_way_to_write_it(tmp_path, override, sentence):
+    file = tmp_path / "c.yaml"
+    file.write_text("seed: 3\n")
+    with pytest.raises(ConfigError) as error:
+        load_config(file, [override])
+    assert str(error.value) == sentence
 
 
 @pytest.mark.parametrize(
@@ -146,7 +176,7 @@ def test_a_malformed_override_is_refused(tmp_path, override, words):
         ("[]", "expected a mapping"),
         ("? [a]\n: 1", "not YAML: the key in line 1 is a list or a mapping"),
         ("a: 1\nb: &x {c: *x}", "not YAML: what begins in line 2 holds itself"),
-        ("a: 2024-99-99", r"not YAML: ValueError: month must be in 1\.\.12"),
+        ("a: !!timestamp 2024-99-99", r"not YAML: ValueError: month must be in 1\.\.12"),
         ("a: !!int ''", "not YAML"),
         ("[" * 5000, "not YAML: RecursionError"),
     ],
