@@ -5,7 +5,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, get_args
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
@@ -64,8 +65,9 @@ class Section(BaseModel):
     @classmethod
     def _a_whole_number_may_be_a_text(cls, value: object, info: ValidationInfo) -> Any:
         """Reads `name: 20261127`, which is a number in YAML, as its text where a text and no number belongs."""
-        kinds = _kinds(cls.model_fields[info.field_name or ""].annotation)
-        return str(value) if type(value) is int and str in kinds and not kinds & {int, float, Any} else value
+        kind = cls.model_fields[info.field_name or ""].annotation
+        is_text = type(value) is int and _takes_text(kind) and not _kinds(kind) & {int, float, Any}
+        return str(value) if is_text else value
 
     @classmethod
     def _is_section(cls, name: str) -> bool:
@@ -126,6 +128,13 @@ def _kinds(annotation: Any) -> set[Any]:
     """Returns the types that an annotation is made of."""
     parts = get_args(annotation)
     return set().union(*map(_kinds, parts)) if parts else {annotation}
+
+
+def _takes_text(annotation: Any) -> bool:
+    """Returns whether a text alone is a value; one of `list[str]` is a list."""
+    if get_origin(annotation) in (Annotated, Union, UnionType):
+        return any(map(_takes_text, get_args(annotation)))
+    return annotation is str
 
 
 def _holds_boolean(value: Any) -> bool:

@@ -148,6 +148,13 @@ def test_a_name_of_digits_is_read_as_it_was_written(tmp_path, name):
     assert (changed.name, changed.seed) == (name, 1000)
 
 
+def test_a_number_where_a_list_of_texts_belongs_stays_a_number_in_the_error(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("model: {lora_targets: 7}\n")
+    with pytest.raises(ConfigError, match="is 7: should be a valid"):
+        load_config(file)
+
+
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
