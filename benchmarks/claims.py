@@ -27,6 +27,7 @@ from pathlib import Path
 import yaml
 
 from benchmarks.claim_table import CLAIMS, ROWS, SETS, TRAININGS, Claim, Difference, trainings_of
+from benchmarks.pictures import pyplot, save
 from mempipe.data.qa import write_questions
 from mempipe.data.world import make_questions, make_worlds
 from mempipe.evaluation.results import read_results
@@ -274,11 +275,7 @@ def markers(number: int) -> tuple[str, str]:
 
 def plot(table: SeedTable, title: str, file: Path) -> None:
     """Draws exact match by set, with intervals over trainings; of one set each row has its own place on the axis."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(10, 3.6), layout="constrained")
     columns = [column for column in table.columns if column != AVERAGE]
     is_one = len(columns) == 1
@@ -296,7 +293,7 @@ def plot(table: SeedTable, title: str, file: Path) -> None:
         axes.set_xticks(range(len(columns)), columns)
         axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
     file.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(file)
+    save(figure, file)
     plt.close(figure)
 
 

@@ -18,6 +18,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.pictures import pyplot, save
 from mempipe.agents.registry import agent_spec
 from mempipe.data.scripted_agents import NO_NOISE
 from mempipe.data.world import World
@@ -96,11 +97,7 @@ def play(
 
 
 def plot(means: dict[str, list[float]], file: str) -> None:
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(6, 3.6), layout="constrained")
     names = {"memsearcher": "MemSearcher", "mem1": "MEM1", "memagent": "MemAgent", "react": "ReAct"}
     for (agent, tokens), color in zip(means.items(), ("#1f6feb", "#bf5af2", "#1a7f5a", "#c2570c"), strict=True):
@@ -112,7 +109,7 @@ def plot(means: dict[str, list[float]], file: str) -> None:
         title=f"Context by turn, questions of {len(tokens)} hops",
     )
     axes.legend(fontsize=8)
-    figure.savefig(file)
+    save(figure, file)
 
 
 if __name__ == "__main__":

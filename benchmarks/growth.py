@@ -30,6 +30,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.driver_step import make_context
+from benchmarks.pictures import pyplot, save
 from mempipe.types import Completion, EndReason, FinishReason, Group, Passage, Question, Trajectory
 
 WORDS = [f"w{i}" for i in range(20_000)]
@@ -126,11 +127,7 @@ def exponent(points: Sequence[Point], part: str) -> str:
 
 def plot(curves: dict[str, list[Point]], file: Path) -> None:
     """Draws seconds and memory against the size, in logarithms."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, panels = plt.subplots(1, 2, figsize=(11, 4), layout="constrained")
     colors = plt.get_cmap("Paired")(range(12))
     for axes, part, label in zip(panels, ("seconds", "mib"), ("CPU-seconds", "MiB on top"), strict=True):
@@ -140,7 +137,7 @@ def plot(curves: dict[str, list[Point]], file: Path) -> None:
             axes.plot([size for size, _ in shown], [value for _, value in shown], "o-", **style)
         axes.set(xscale="log", yscale="log", xlabel="size of the work", ylabel=label)
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right center", fontsize=8)
-    figure.savefig(file)
+    save(figure, file)
 
 
 def played(count: int) -> Iterator[Group]:

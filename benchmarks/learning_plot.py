@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.pictures import pyplot, save
 from mempipe.data.trajectories import read_trajectories
 from mempipe.evaluation.rollout_metrics import full_history_tokens
 from mempipe.tracking.tracker import read_metrics
@@ -19,11 +20,7 @@ from mempipe.tracking.tracker import read_metrics
 
 def plot(folders: Sequence[Path], file: str) -> None:
     """Draws exact match by step (training questions, and held-out ones before and after) and prompt tokens by turn."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     figure, (learning, context) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
     colors = ("#1f6feb", "#bf5af2", "#1a7f5a")
     bounded: dict[int, list[int]] = defaultdict(list)
@@ -53,7 +50,7 @@ def plot(folders: Sequence[Path], file: str) -> None:
         context.plot(sorted(tokens), means, "o-", color=color, label=label)
     context.set(xlabel="turn", ylabel="prompt tokens", ylim=(0, None), title="Context, same trajectories")
     context.legend(fontsize=8)
-    figure.savefig(file)
+    save(figure, file)
 
 
 def main() -> None:
