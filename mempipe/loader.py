@@ -241,8 +241,8 @@ def _sentence(error: Any, kind: type[Section], values: dict[str, Any]) -> str:
         return f"the key {where} is not a word; put it into quotes if it is meant as one"
     if error["type"] == "string_type" and isinstance(error["input"], float | bool | None):
         shown = _shown(error["input"])
-        example = f"'{where}=\"{'' if error['input'] is None else shown}\"'"
-        return f"{where} is {shown}, and not a text; write one with both quotes, e.g. {example}"
+        text = "" if error["input"] is None else shown
+        return f'{where} is {shown}, but takes a text: "{text}" in a file, \'{where}="{text}"\' on a command line'
     return f"{where} is {_shown(error['input'])}: {error['msg'].replace('Input should be', 'should be')}"
 
 

@@ -90,12 +90,12 @@ class Run:
         question, the part of the corpus that it is about, the answer, scores, turns, tokens, and the memory that the
         attempt ended with.
 
-        With `turns` it returns a row for each turn of these attempts (one for all turns of an agent that carries its
-        whole history): the memory that the turn left and its tokens
-        (null where it wrote none), the sampled tokens of its messages, and how many needed facts its memory holds,
-        gained and lost. These counts and `first_cause`, why the attempt's answer is wrong (of a joined question why
-        each of its answers is: "none; lost"), are null where the needed facts are not known; the counts too where the
-        agent carries its whole history. docs/memory.md defines them.
+        With `turns` it returns a row for each turn of these attempts, and one row for all turns of an agent that
+        carries its whole history: the memory that the turn left and its tokens (null where it wrote none), the sampled
+        tokens of its messages, and how many needed facts its memory holds, gained and lost. These counts and
+        `first_cause`, why the attempt's answer is wrong (of a joined question why each of its answers is: "none;
+        lost"), are null where the needed facts are not known; the counts too where the agent carries its whole history.
+        docs/memory.md defines them.
 
         `mempipe trace` shows them turn by turn. Raises ConfigError while the run has recorded none.
         """

@@ -158,11 +158,11 @@ def test_a_number_where_a_list_of_texts_belongs_stays_a_number_in_the_error(tmp_
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("name=on", """name is true, and not a text; write one with both quotes, e.g. 'name="true"'"""),
-        ("name=1.10", """name is 1.1, and not a text; write one with both quotes, e.g. 'name="1.1"'"""),
+        ("name=on", """name is true, but takes a text: "true" in a file, 'name="true"' on a command line"""),
+        ("name=1.10", """name is 1.1, but takes a text: "1.1" in a file, 'name="1.1"' on a command line"""),
         (
             "model.source=",
-            """model.source is null, and not a text; write one with both quotes, e.g. 'model.source=""'""",
+            """model.source is null, but takes a text: "" in a file, 'model.source=""' on a command line""",
         ),
     ],
 )
