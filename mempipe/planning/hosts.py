@@ -6,10 +6,11 @@ object store come on top. Nothing here imports ray or torch.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+
+import psutil
 
 from mempipe.config import RunConfig
 from mempipe.planning.capacity import GIB, ModelShape, trained_matrices, trained_parameters, weight_width
@@ -21,8 +22,7 @@ def usable_memory(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc
 
     `groups` is where control groups are mounted, and `own` lists those of this process.
     """
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([machine, *_memory_limits(groups, own)])
+    return min([psutil.virtual_memory().total, *_memory_limits(groups, own)])
 
 
 def _memory_limits(groups: Path, own: Path) -> Iterator[int]:
