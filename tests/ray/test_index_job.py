@@ -96,7 +96,7 @@ def test_a_build_that_is_killed_while_it_encodes_goes_on_and_ends_with_the_same_
         marked.end()
     assert again.returncode == 0, again.stdout + again.stderr
     assert "continuing with" in again.stdout and f"passages: {NUM_PASSAGES}" in again.stdout
-    assert f"{folder / 'killed'}: {NUM_PASSAGES} passages" in again.stdout and "3 shards" in again.stdout
+    assert f"{folder / 'killed'}: {NUM_PASSAGES:,} passages" in again.stdout and "3 shards" in again.stdout
     assert contents(folder / "killed") == contents(folder / "undisturbed")
 
 
