@@ -449,6 +449,15 @@ def _ruler(row: dict[str, Any], number: int) -> Question:
     )
 
 
+def _ruler_of_several(row: dict[str, Any], number: int) -> Question:
+    """Refuses a task whose answers all have to be given: golden answers are alternatives, so one would do."""
+    raise BadRow(
+        "wrong_value",
+        "input is a task of RULER that wants several answers at once; of its tasks, qa_*, niah_single_* and "
+        "niah_multikey_* are read",
+    )
+
+
 def _has_objectives(row: dict[str, Any]) -> bool:
     targets = value_at(row, "reward_model.ground_truth.target")
     return isinstance(targets, list) and any(isinstance(target, list) for target in targets)
@@ -576,6 +585,11 @@ SHAPES = (  # the first that a row fits
         marks=("input", "outputs"),
         applies=lambda row: _ruler_parts(row) is not None,
         read=_ruler,
+    ),
+    RowShape(
+        name="RULER's tasks of several answers",
+        marks=("index", "input", "outputs", "length"),
+        read=_ruler_of_several,
     ),
     RowShape(
         name="BABILong",
