@@ -32,6 +32,8 @@ from mempipe.storage.files import recover_folder, whole_folder
 from mempipe.storage.json_files import read_object, write_object
 from mempipe.streams.candidates import stream_candidates
 
+_NO_TITLE = "none: no title with a question was drawn for it; more texts or another seed change that"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ClozeFiles:
@@ -100,15 +102,16 @@ def describe(files: ClozeFiles) -> list[str]:
         f"{files.folder}: {counts['questions']} questions ({counts['two_passages']} need two passages) "
         f"from {counts['passages']} passages, {counts['candidates']} candidates",
         *([f"  passages: {files.source}"] if files.source else []),
-        *(f"  {split}: {counts[f'{split}_questions']}" for split in SPLITS),
+        *(f"  {split}: {counts[f'{split}_questions'] or _NO_TITLE}" for split in SPLITS),
         "  rejected:",
     ]
     return [*lines, *(f"  {counts[rule]:>8} {rule}: {meaning}" for rule, meaning in RULES.items())]
 
 
 def shown(files: ClozeFiles, count: int) -> list[str]:
-    """Returns the first `count` test questions with their answers, for people."""
-    questions = read_questions(files.questions("test"))[:count]
+    """Returns the first `count` questions with their answers, for people: test questions, if there are any."""
+    split = next(split for split in reversed(SPLITS) if files.counts[f"{split}_questions"])
+    questions = read_questions(files.questions(split))[:count]
     return [f"\n{question.text}\n  -> {question.golden_answers[0]}" for question in questions]
 
 

@@ -62,6 +62,7 @@ def stream_tables(
     context.execution_no_progress_timeout_s = -1  # a row, or a learner step, may take longer than any timeout
     context.target_max_block_size = context.target_min_block_size = 1  # a block is one row
     context.enable_progress_bars = False
+    warnings.filterwarnings("ignore", message="The minimum number of concurrent actors")  # of a pool for few rows
     with DataContext.current(context):
         dataset = ray.data.read_datasource(_Source(read, rows), override_num_blocks=1, num_cpus=SOURCE_CPUS)
         for pool in pools:

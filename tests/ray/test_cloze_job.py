@@ -47,6 +47,17 @@ def test_passages_of_plain_text_are_kept_for_an_index(folder):
     assert not (folder / "candidates").exists()
 
 
+def test_a_small_text_says_which_split_has_no_question_and_shows_those_of_another(tmp_path, capfd):
+    text = tmp_path / "note.txt"
+    text.write_text(
+        "Ada Lovelace was born in London. In 1843 she worked with Charles Babbage on the engine in England."
+    )
+    assert main(["data", "cloze", str(text), str(tmp_path / "out"), "entities=rules", "test_share=0"]) == 0
+    out, err = capfd.readouterr()
+    assert "  test: none: no title with a question was drawn for it" in out and "\n  -> " in out
+    assert "UserWarning" not in out + err  # of Ray, about a pool that is larger than the text
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
