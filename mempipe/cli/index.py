@@ -116,6 +116,9 @@ def _index_search(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(json.dumps([asdict(passage) for passage in found.passages], ensure_ascii=False, indent=1))
         return
+    if not found.passages:
+        print("No passage has a word of the query.")
+        return
     from rich.console import Console
     from rich.table import Table
 

@@ -219,6 +219,9 @@ def test_an_index_is_searched_and_other_peoples_files_become_one(tmp_path, capsy
         assert (found["title"], found["id"]) == ("Oslo", "1")
     assert main(["index", "search", str(tmp_path / "index"), "capital of Norway"]) == 0
     assert "Oslo" in capsys.readouterr().out
+    build_index(passages, tmp_path / "both", lexical=True)
+    assert main(["index", "search", str(tmp_path / "both"), "zebra", "--mode", "lexical"]) == 0
+    assert capsys.readouterr().out == "No passage has a word of the query.\n"
     assert main(["index", "search", str(tmp_path), "x"]) == 2
     assert main(["index", "adopt", theirs, str(corpus), str(tmp_path / "again"), "kind=hashing", "dimension=7"]) == 2
     assert main(["index", "build", str(tmp_path / "none.yaml")]) == 2
