@@ -10,9 +10,10 @@ import unicodedata
 from collections.abc import Sequence
 from enum import StrEnum
 
+from mempipe.text import UNSPACED
 from mempipe.types import Context, EndReason, Evidence, Question, Trajectory
 
-_WORD = re.compile(r"[^\W_]+")
+_WORD = re.compile(rf"[^\W_{UNSPACED}]+|[{UNSPACED}]")
 _ARTICLES = frozenset({"a", "an", "the"})
 
 
@@ -71,7 +72,7 @@ def finds(context: Context, fact: Evidence) -> bool:
 
 def contains_value(text: str, value: str) -> bool:
     """Returns whether the words of `value` occur in `text` next to each other; case, punctuation and articles do not
-    count.
+    count. In scripts without spaces every character is a word.
 
     A value of articles only is matched as words, one of punctuation only as it is. An empty one is in no text.
     """

@@ -15,15 +15,14 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from mempipe.text import UNSPACED
+
 Span = tuple[int, int]
 """Start and end in a text."""
 _SPACE, _MARK = " ", "-"
 """Stand for white space, and for any other character that is neither letter nor digit, in a folded text."""
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
-_UNSPACED = re.compile(
-    "[\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u3005-\u3007\u3040-\u30ff\u3400-\u9fff\U00020000-\U0003ffff]"
-)
-"""Thai, Lao, Burmese, Khmer, Korean (which adds particles to a name), Japanese and Chinese."""
+_UNSPACED = re.compile(f"[{UNSPACED}]")
 _INVISIBLE = re.compile("[\u034f\ufe00-\ufe0f\U000e0100-\U000e01ef]")
 """Selectors and joiners of the other characters: marks of combining class 0 that are not vowels."""
 

@@ -1,10 +1,11 @@
 """Text helpers of all packages: characters that UTF-8 cannot hold, tags in untrusted text, sentences, and chunks that
-are cut between words.
+are cut between words; words, and which of them two texts differ in.
 """
 
 from __future__ import annotations
 
 import bisect
+import difflib
 import itertools
 import re
 from collections import defaultdict
@@ -16,6 +17,14 @@ from mempipe.settings import ConfigError
 BOX = "\\boxed"
 TARGET = "[TARGET]"
 """Stands for the entity that a recall of MemTrain asks for; the document's own gap is [MASK]."""
+UNSPACED = (
+    "\u0e00-\u0eff\u1000-\u109f\u1100-\u11ff\u1780-\u17ff\u3005-\u3007\u3041-\u309f\u30a1-\u30fa\u30fc-\u30ff"
+    "\u31f0-\u31ff\u3400-\u9fff\uac00-\ud7a3\uf900-\ufaff\U00020000-\U0003ffff"
+)
+"""Thai, Lao, Burmese, Khmer, Korean, Japanese and Chinese, as ranges in a class of a regular expression. Words of these
+scripts cannot be told apart: no space is between them, or (in Korean) a particle is part of each.
+"""
+_WORD = re.compile(rf"[^\s{UNSPACED}]+|[{UNSPACED}]")
 _LONGEST_WORD = 64
 _ABBREVIATIONS = frozenset(
     [
@@ -54,6 +63,28 @@ _SENTENCE_END = re.compile(r"[.!?][\"”’')\]]*\s+(?=[\"“‘'(\[]?[A-Z0-9])"
 
 class CountTokens(Protocol):
     def __call__(self, text: str) -> int: ...
+
+
+def split_words(text: str) -> list[str]:
+    """Returns the words of the text; in scripts without spaces every character is one."""
+    return _WORD.findall(text)
+
+
+def changed_runs(before: str, after: str) -> Iterator[tuple[str, str]]:
+    """Yields the texts as runs of words, each "kept", "dropped" (only `before` has it) or "added", in the order of
+    `after`. A dropped run comes before the one that took its place.
+    """
+    old, new = list(_WORD.finditer(before)), list(_WORD.finditer(after))
+    matcher = difflib.SequenceMatcher(a=[word[0] for word in old], b=[word[0] for word in new], autojunk=False)
+    for kind, old_start, old_end, new_start, new_end in matcher.get_opcodes():
+        if kind in ("delete", "replace"):
+            yield "dropped", _run(before, old[old_start:old_end])
+        if kind != "delete":
+            yield "kept" if kind == "equal" else "added", _run(after, new[new_start:new_end])
+
+
+def _run(text: str, found: Sequence[re.Match[str]]) -> str:
+    return " ".join(text[found[0].start() : found[-1].end()].split())
 
 
 def replace_surrogates(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bisect
-import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
@@ -20,6 +19,7 @@ from mempipe.answers.api import (
 )
 from mempipe.evaluation.rollout_metrics import growing_history
 from mempipe.rl.rewards import normalize_answer
+from mempipe.text import changed_runs
 from mempipe.types import Context, Passage, Trajectory
 
 HALF = "\ufffd"
@@ -64,13 +64,8 @@ def _turn(context: Context, thought: str, history: int, limit: int | None) -> Tu
 
 def changes(before: str, after: str) -> tuple[list[str], list[str]]:
     """Returns the runs of words that only `after` has, and those that only `before` has."""
-    old, new = before.split(), after.split()
-    added, dropped = [], []
-    for kind, i, j, k, m in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
-        if kind != "equal":
-            added += [" ".join(new[k:m])] if m > k else []
-            dropped += [" ".join(old[i:j])] if j > i else []
-    return added, dropped
+    runs = list(changed_runs(before, after))
+    return [text for kind, text in runs if kind == "added"], [text for kind, text in runs if kind == "dropped"]
 
 
 def passage_reply(passage: Passage) -> PassageReply:

@@ -26,7 +26,7 @@ from mempipe.data.rows import BadRow, BadRows, read_rows
 from mempipe.data.text_files import HEADING_WORDS, SUFFIXES, check_reader, read_text_file
 from mempipe.settings import ConfigError
 from mempipe.storage.parquet import parquet_writer
-from mempipe.text import sentences
+from mempipe.text import UNSPACED, sentences
 from mempipe.types import Passage
 
 _ROWS_AT_ONCE = 65_536
@@ -40,6 +40,7 @@ _LETTERS_A_WORD, _LONGEST_WORD = 6, 30
 _UNDERLINE = re.compile(r"^([=\-*~^\"])\1{2,}\s*$")
 _CLAUSE_END = re.compile(r"[.!?;:…][\"”’')\]]*\s+|[。！？；]")
 _WORD = re.compile(r"\S+\s*")
+_UNSPACED = re.compile(f"[{UNSPACED}]")
 
 
 def is_plain_text(source: str | Path) -> bool:
@@ -231,14 +232,18 @@ _CUTS = (
     lambda text, words: [start for start, _ in sentences(text)],
     lambda text, words: [0, *(match.end() for match in _CLAUSE_END.finditer(text, 0, len(text.rstrip())))],
     lambda text, words: [match.start() for match in _WORD.finditer(text)],
-    lambda text, words: range(0, len(text), words * _LETTERS_A_WORD),
+    lambda text, words: range(0, len(text), max(len(text) * words // _num_words(text), 1)),
 )
 """Places where a text may be cut, in order of preference: sentences, clauses, words, and letters of overlong words."""
 
 
 def _num_words(text: str) -> int:
-    """Counts words. A run of letters that no word would be (a script without spaces) counts as several."""
-    return sum(1 if len(word) <= _LONGEST_WORD else -(-len(word) // _LETTERS_A_WORD) for word in text.split())
+    """Counts words. A run of letters that no word would be counts as several, and so do two characters of a script
+    without spaces as one.
+    """
+    others, num_unspaced = _UNSPACED.subn("", text)
+    words = (1 if len(word) <= _LONGEST_WORD else -(-len(word) // _LETTERS_A_WORD) for word in others.split())
+    return sum(words) + -(-num_unspaced // 2)
 
 
 def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, str]]:

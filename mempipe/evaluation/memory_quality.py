@@ -64,7 +64,7 @@ from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question
 
 _COPY_WORDS = 5
 _CUE_LETTERS = 4
-_SENTENCE_END = re.compile(r"[.;](?:\s+|$)|\n+")
+_SENTENCE_END = re.compile(r"[.;](?:\s+|$)|[。；]|\n+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

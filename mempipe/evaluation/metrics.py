@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from mempipe.rl import rewards
 from mempipe.rl.rewards import answer_f1, exact_match, normalize_answer, split_answers
+from mempipe.text import split_words
 from mempipe.types import EndReason, Question, Trajectory
 
 Metric = Callable[[str, Sequence[str]], float]
@@ -119,7 +120,7 @@ def _shared(prediction: str, gold: str) -> tuple[float, float]:
     """
     if not answer_f1(prediction, [gold]):
         return 0.0, 0.0
-    predicted, expected = normalize_answer(prediction).split(), normalize_answer(gold).split()
+    predicted, expected = split_words(normalize_answer(prediction)), split_words(normalize_answer(gold))
     shared = (Counter(predicted) & Counter(expected)).total()
     return shared / len(predicted), shared / len(expected)
 

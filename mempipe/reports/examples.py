@@ -6,13 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from difflib import SequenceMatcher
 
 from mempipe.data.partitions import main_partition
 from mempipe.evaluation.metrics import right_answers
 from mempipe.facts import finds, golden_by_objective
 from mempipe.reports.pages import cut
 from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, Step, steps
+from mempipe.text import changed_runs
 from mempipe.types import Context, Group, Question, Trajectory
 
 _NUM_EXAMPLES = 3
@@ -119,20 +119,6 @@ def verdict(trajectory: Trajectory, question: Question) -> str:
     return "right" if all(right) else f"{sum(right)} of {len(right)} right" if any(right) else "wrong"
 
 
-def memory_diff(before: str, after: str) -> Words:
-    """Returns the new memory in runs of words that were kept or added, with the dropped ones where they stood."""
-    old, new = before.split(), after.split()
-    words: Words = []
-    for kind, old_start, old_end, new_start, new_end in SequenceMatcher(a=old, b=new, autojunk=False).get_opcodes():
-        if kind in ("delete", "replace"):
-            words.append(("dropped", " ".join(old[old_start:old_end])))
-        if kind in ("insert", "replace"):
-            words.append(("added", " ".join(new[new_start:new_end])))
-        if kind == "equal":
-            words.append(("kept", " ".join(new[new_start:new_end])))
-    return words
-
-
 def shown_turns(trajectory: Trajectory, question: Question, *, text: ActionText = UNKNOWN_AGENT) -> list[ShownTurn]:
     """Returns the turns as a page shows them, long texts cut. Every message of a whole history is a turn. Turns that
     repeat the one before are shown once."""
@@ -176,7 +162,7 @@ def _shown_turn(
         ],
         wrote=wrote,
         memory_head=f"memory, {context.num_new_memory_tokens:,} tokens{truncated}: ",
-        memory=memory_diff(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS)),
+        memory=[*changed_runs(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS))],
     )
 
 

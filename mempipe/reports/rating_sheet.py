@@ -17,11 +17,12 @@ from markupsafe import Markup
 from mempipe.evaluation.memory_quality import MemoryQuality, turn_qualities
 from mempipe.evaluation.ratings import RATINGS
 from mempipe.facts import is_memory_turn
-from mempipe.reports.examples import golden_text, memory_diff
+from mempipe.reports.examples import golden_text
 from mempipe.reports.pages import render
 from mempipe.reports.traced import Traced
 from mempipe.settings import ConfigError
 from mempipe.storage.files import whole_file, write_text
+from mempipe.text import changed_runs
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _SEED = 1
@@ -107,7 +108,7 @@ def _page(turns: Sequence[tuple[Traced, int]], *, title: str, file: str) -> str:
     shown = [
         {
             "row": (row := _row(traced, index)),
-            "memory": memory_diff(row["memory_before"], row["memory_after"]),
+            "memory": [*changed_runs(row["memory_before"], row["memory_after"])],
             "truncated": traced.trajectory.contexts[index].memory_truncated,
         }
         for traced, index in turns

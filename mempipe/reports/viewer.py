@@ -15,11 +15,12 @@ from typing import Any
 from markupsafe import Markup
 
 from mempipe.facts import FactState, fact_states, finds, places_by_objective
-from mempipe.reports.examples import golden_text, memory_diff, verdict
+from mempipe.reports.examples import golden_text, verdict
 from mempipe.reports.pages import cut, render
 from mempipe.reports.steps import steps
 from mempipe.reports.traced import Traced
 from mempipe.storage.files import write_text
+from mempipe.text import changed_runs
 from mempipe.types import Context, Passage, Question
 
 MAX_TRAJECTORIES = 3000  # a browser holds them, and their file stays below some tens of megabytes
@@ -101,7 +102,7 @@ def _turn(traced: Traced, index: int, context: Context, needed: set[str], number
         ],
         "chunk": _chunk(context, traced.question, number),
         "wrote": traced.text.wrote_memory(traced.trajectory, index),
-        "memory": memory_diff(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS)),
+        "memory": [*changed_runs(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS))],
         "truncated": context.memory_truncated,
         "tokens": {
             "prompt": context.num_prompt_tokens,

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from pydantic import NonNegativeFloat, PositiveInt, ValidationError, validate_call
 
 from mempipe.settings import ConfigError
-from mempipe.text import replace_surrogates
+from mempipe.text import UNSPACED, replace_surrogates
 from mempipe.types import Passage
 
 P = ParamSpec("P")
@@ -123,14 +123,26 @@ _STOP_WORDS = (
     "them then there these they this to was were what when where which who whom whose why will with would you"
 )
 STOP_WORDS = frozenset(_STOP_WORDS.split())
+_WORD = re.compile(r"\w+")
+_UNSPACED = re.compile(f"[{UNSPACED}]")
+_WORD_OR_RUN = re.compile(rf"[^\W{UNSPACED}]+|(?P<run>[{UNSPACED}]+)")
 
 
 def words(text: str) -> list[str]:
-    """Returns the words that count, in order: case-folded, without accents, without `STOP_WORDS`."""
-    if not text.isascii():
-        decomposed = unicodedata.normalize("NFKD", replace_surrogates(text))
-        text = "".join(character for character in decomposed if not unicodedata.combining(character))
-    return [word for word in re.findall(r"\w+", text.casefold()) if word not in STOP_WORDS]
+    """Returns the words that count, in order: case-folded, without accents, without `STOP_WORDS`. In scripts without
+    spaces every pair of neighbouring characters is a word, and so is a character without neighbours.
+    """
+    if text.isascii():
+        return [word for word in _WORD.findall(text.casefold()) if word not in STOP_WORDS]
+    decomposed = unicodedata.normalize("NFKD", replace_surrogates(text))
+    bare = "".join(each for each in decomposed if not unicodedata.combining(each) or _UNSPACED.match(each))
+    found = _WORD_OR_RUN.finditer(unicodedata.normalize("NFC", bare).casefold())  # syllables and kana are whole again
+    spelt = (_pairs(match["run"]) if match["run"] else [match[0]] for match in found)
+    return [word for part in spelt for word in part if word not in STOP_WORDS]
+
+
+def _pairs(run: str) -> list[str]:
+    return [run[place : place + 2] for place in range(max(len(run) - 1, 1))]
 
 
 def _word_weights(text: str) -> dict[str, float]:

@@ -15,10 +15,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from mempipe.rl.config import RewardConfig
+from mempipe.text import split_words
 from mempipe.types import EndReason
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+_WIDE_PUNCTUATION = "".join(chr(ord(sign) + 0xFEE0) for sign in string.punctuation) + "。、｡､・「」『』《》〈〉【】〔〕"
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation + _WIDE_PUNCTUATION)
 _WHOLE_ANSWERS = frozenset({"yes", "no", "noanswer"})
 _TAG = re.compile("(</?(?:think|search|information|answer)>)")
 _SEARCH_TURN = ["<think>", "</think>", "<search>", "</search>", "<information>", "</information>"]
@@ -116,7 +118,7 @@ def follows_format(message: str) -> bool:
 
 def answer_f1(prediction: str, golden_answers: Sequence[str]) -> float:
     """Returns the best token F1 (harmonic mean of precision and recall over normalised words) against any gold; 0
-    without one.
+    without one. In scripts without spaces every character is a word, as MLQA (arXiv 1910.07475) counts Chinese.
 
     "yes", "no" and "noanswer" are whole answers: they count only when both sides are the same.
     """
@@ -143,7 +145,7 @@ def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
 
 def normalize_answer(text: str) -> str:
     """Returns the text in lower case without ASCII punctuation, English articles and surplus spaces (SQuAD, arXiv
-    1606.05250). Accents stay.
+    1606.05250), and without the punctuation of Chinese and Japanese. Accents stay.
     """
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
@@ -221,7 +223,7 @@ def _math_form(text: str) -> str:
 def _f1(prediction: str, gold: str) -> float:
     if prediction != gold and (prediction in _WHOLE_ANSWERS or gold in _WHOLE_ANSWERS):
         return 0.0
-    predicted, expected = prediction.split(), gold.split()
+    predicted, expected = split_words(prediction), split_words(gold)
     shared = (Counter(predicted) & Counter(expected)).total()
     if not shared:
         return 0.0

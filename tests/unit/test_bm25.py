@@ -83,6 +83,35 @@ def test_case_and_accents_do_not_count_and_stop_words_find_nothing(index):
         assert found(index, nothing) == []
 
 
+@pytest.mark.parametrize(
+    ("query", "row"),
+    [
+        ("中国的首都", 0),
+        ("鲁迅的原名是什么？", 1),
+        ("村上春樹の出身地", 2),
+        ("서울 인구", 3),  # the text has particles: 서울은, 인구는
+        ("เมืองหลวงของประเทศไทย", 4),
+        ("vitamin B12缺乏", 5),
+    ],
+)
+def test_scripts_without_spaces_are_searched_by_pairs_of_characters(tmp_path, query, row):
+    texts = [
+        "北京是中华人民共和国的首都。",
+        "鲁迅原名周树人，浙江绍兴人。",
+        "村上春樹は京都市に生まれた小説家である。",
+        "서울은 대한민국의 수도이다. 서울의 인구는 약 940만 명이다.",
+        "กรุงเทพมหานครเป็นเมืองหลวงของประเทศไทย",
+        "维生素B12缺乏会导致贫血。",
+    ]
+    index = build_lexical(batches([("", text) for text in texts]), tmp_path / "index")
+    assert found(index, query)[0][0] == row
+
+
+def test_a_character_without_neighbours_is_a_word_and_others_are_pairs():
+    assert words("北京 是2020年的 Über-Stadt") == ["北京", "是", "2020", "年的", "uber", "stadt"]
+    assert words("ハリー・ポッター、서울은") == ["ハリ", "リー", "ポッ", "ッタ", "ター", "서울", "울은"]
+
+
 def test_equal_scores_are_ordered_by_row_also_at_the_last_place(tmp_path):
     index = build_lexical(batches([("x", "y")] * 50 + [("x", "x")]), tmp_path)
     assert [row for row, _ in found(index, "x", depth=4)] == [50, 0, 1, 2]

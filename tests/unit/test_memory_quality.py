@@ -260,6 +260,11 @@ def test_rates_without_a_case_are_absent():
         ("x", "  ", False),
         ("c++ ok", "++", True),
         ("", "Oslo", False),
+        ("首都是北京。", "北京", True),
+        ("首都是北方的京城", "北京", False),
+        ("서울은 수도이다", "서울", True),
+        ("ハリー・ポッターと", "ハリーポッター", True),
+        ("生于1936年", "1936", True),
     ],
 )
 def test_values_match_whole_words(text, value, expected):

@@ -104,6 +104,14 @@ def test_a_probe_of_an_agent_that_reads_is_the_first_sentence_of_a_chunk_with_th
     assert recall_probes(attempt(turn(0, chunk="A poem.", after="a poem")), QUESTION) == ("a poem", [])
 
 
+def test_a_probe_is_one_sentence_also_in_a_script_without_spaces():
+    question = Question(
+        id="q", text="鲁迅？", golden_answers=["绍兴"], evidence=[Evidence(passage_id="p", value="绍兴")]
+    )
+    read = attempt(turn(0, chunk="他是作家。鲁迅是浙江绍兴人。他在上海逝世。", after="绍兴"))
+    assert recall_probes(read, question)[1] == [GapStatement(statement=f"鲁迅是浙江{GAP}人。", value="绍兴")]
+
+
 @pytest.mark.parametrize(
     ("trajectory", "memory", "num_probes"),
     [

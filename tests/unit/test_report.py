@@ -30,7 +30,7 @@ from mempipe.reports.charts import (
     share_bar,
     whole_percent,
 )
-from mempipe.reports.examples import choose_examples, examples, memory_diff, shown_turns
+from mempipe.reports.examples import choose_examples, examples, shown_turns
 from mempipe.reports.pages import render
 from mempipe.reports.steps import ActionText
 from mempipe.reports.training import write_report
@@ -38,6 +38,7 @@ from mempipe.reports.training_data import ReportData, em_interval, read_report_d
 from mempipe.reports.training_page import render_page
 from mempipe.settings import ConfigError
 from mempipe.storage.json_files import write_object
+from mempipe.text import changed_runs
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.losses import write_losses
 from mempipe.tracking.tracker import Tracker
@@ -414,10 +415,12 @@ def test_examples_are_of_the_part_of_the_corpus_that_a_service_searches():
         ("", "a b", [("added", "a b")]),
         ("a b", "", [("dropped", "a b")]),
         ("a b c", "a x c", [("kept", "a"), ("dropped", "b"), ("added", "x"), ("kept", "c")]),
+        ("导演是李安", "导演是李安。生于\n台湾", [("kept", "导演是李安"), ("added", "。生于 台湾")]),
+        ("서울은 수도", "서울은 큰 수도", [("kept", "서울은"), ("added", "큰"), ("kept", "수도")]),
     ],
 )
-def test_memory_diff_marks_added_and_dropped_words(before, after, expected):
-    assert memory_diff(before, after) == expected
+def test_runs_of_words_are_kept_added_or_dropped(before, after, expected):
+    assert [*changed_runs(before, after)] == expected
 
 
 def test_the_page_marks_the_words_of_a_memory(tmp_path):

@@ -111,6 +111,14 @@ def test_articles_punctuation_and_case_do_not_count_but_accents_do():
     assert exact_match("Beyoncé", ["Beyonce"]) == 0.0
 
 
+def test_answers_in_scripts_without_spaces_are_compared_by_character():
+    assert answer_f1("北京市", ["北京"]) == pytest.approx(2 * (2 / 3) / (2 / 3 + 1))
+    assert answer_f1("首都是東京です", ["大阪"]) == 0.0
+    assert answer_f1("1936年 in 上海", ["上海, 1936年"]) == pytest.approx(2 * (4 / 5) / (4 / 5 + 1))
+    assert exact_match("「北京」。", ["北京"]) == exact_match("！（北京）", ["北京"]) == 1.0
+    assert exact_match("北京", ["南京"]) == 0.0
+
+
 def test_a_gold_given_as_a_string_is_one_answer_and_not_its_letters():
     assert answer_f1("Nile", "Nile") == em("Nile", "Nile") == acc("the Nile", "Nile") == 1.0
     assert exact_match("N", "Nile") == acc("N", "Nile") == 0.0
