@@ -6,7 +6,9 @@ command for itself and its children, by Ray for the workers of other machines, a
 
 from __future__ import annotations
 
+import locale
 import os
+import sys
 
 SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 """Several processes share the cores: an OpenMP thread without work must sleep. One that spins takes the core from a
@@ -65,6 +67,16 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Addresses of this machine, which no HTTP proxy can reach."""
 PROXIES = [case(f"{scheme}_proxy") for scheme in ("http", "https", "all") for case in (str.lower, str.upper)]
 """Variables that name an HTTP proxy."""
+
+
+def speak_utf8() -> None:
+    """Starts this process again in Python's UTF-8 mode, and its children with it, where the locale has another encoding.
+
+    Arguments, files and messages in any script could not be read or written there. A PYTHONUTF8 that is set stays.
+    """
+    if locale.getencoding().casefold() not in ("utf-8", "utf8") and "PYTHONUTF8" not in os.environ:
+        os.environ["PYTHONUTF8"] = "1"
+        os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def prepare_process() -> None:

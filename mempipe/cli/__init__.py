@@ -15,7 +15,7 @@ from typing import Any
 
 from mempipe.cli import data, index, measure, run, serve, submit
 from mempipe.cli.commands import EXIT_CONFIG, EXIT_RUN
-from mempipe.environment import prepare_process
+from mempipe.environment import prepare_process, speak_utf8
 from mempipe.installation import check_pipelines
 from mempipe.settings import ConfigError, OldName
 from mempipe.stop import signals_interrupt
@@ -26,6 +26,8 @@ _FORMAT = warnings.formatwarning
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (Ctrl-C),
     143 (SIGTERM), 129 (SIGHUP)."""
+    if argv is None:
+        speak_utf8()
     arguments = _parsed(sys.argv[1:] if argv is None else argv)
     prepare_process()
     warnings.formatwarning = _formatted
