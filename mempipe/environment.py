@@ -70,7 +70,7 @@ PROXIES = [case(f"{scheme}_proxy") for scheme in ("http", "https", "all") for ca
 
 
 def speak_utf8() -> None:
-    """Starts this process again in Python's UTF-8 mode, and its children with it, where the locale has another encoding.
+    """Starts this process again in Python's UTF-8 mode where the locale has another encoding; its children follow.
 
     Arguments, files and messages in any script could not be read or written there. A PYTHONUTF8 that is set stays.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -58,7 +59,8 @@ def load_index_config(path: str | Path, overrides: Sequence[str] = ()) -> IndexC
         if "output" not in values:
             parse_section(values | {"output": "index"}, IndexConfig)  # a name near to `output` is refused first
             raise ConfigError(
-                f"output is missing; name the folder of the index: mempipe index build {path} output=FOLDER"
+                "output is missing; name the folder of the index: "
+                f"mempipe index build {shlex.quote(str(path))} output=FOLDER"
             )
         return parse_section(values, IndexConfig)
     return parse_section(load_values(path, overrides, kind="index"), IndexConfig)

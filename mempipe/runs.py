@@ -24,6 +24,7 @@ Nothing of it is ever removed by a fault: a new run whose settings are refused t
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -264,7 +265,7 @@ def saved_state(config: RunConfig, *, resume: Resume) -> dict[str, Any] | None:
 def read_state(folder: Path) -> dict[str, Any]:
     """Returns the state of the run in `folder`. Raises ConfigError, which says how the run continues, for a damaged
     one."""
-    mends = f"delete it: `mempipe train {folder / _CONFIG} --resume` makes it again from the newest checkpoint"
+    mends = f"delete it: `{_resuming(folder)}` makes it again from the newest checkpoint"
     state = read_record(folder / _STATE, mends=mends, seconds=dict, finished=bool)
     best = state.get("best")
     wrong = [name for name, value in state["seconds"].items() if not isinstance(value, int | float)]
@@ -275,6 +276,10 @@ def read_state(folder: Path) -> dict[str, Any]:
     if wrong:
         raise ConfigError(f"{folder / _STATE} is damaged ({wrong[0]} differs from the written content); {mends}")
     return state
+
+
+def _resuming(folder: Path) -> str:
+    return f"mempipe train {shlex.quote(str(folder / _CONFIG))} --resume"
 
 
 def _rebuilt_state(config: RunConfig, resume: Resume) -> dict[str, Any] | None:
@@ -291,7 +296,7 @@ def _rebuilt_state(config: RunConfig, resume: Resume) -> dict[str, Any] | None:
         )
     if resume != "always":
         raise ConfigError(
-            f"{folder} holds {work} of a run that has lost its {_STATE}: `mempipe train {folder / _CONFIG} --resume` "
+            f"{folder} holds {work} of a run that has lost its {_STATE}: `{_resuming(folder)}` "
             "continues it; or use another `name`, or delete the folder"
         )
     _check_same(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def describe_index(manifest, folder: str) -> list[str]:
     if manifest.lexical:
         lines.append("  words: BM25")
     size = sum(record.bytes for record in manifest.files.values())
-    return [*lines, f"  {size / 2**20:,.1f} MiB.  Next: mempipe index search {folder} 'a question'"]
+    return [*lines, f"  {size / 2**20:,.1f} MiB.  Next: mempipe index search {shlex.quote(str(folder))} 'a question'"]
 
 
 def _index_search(arguments: argparse.Namespace) -> None:

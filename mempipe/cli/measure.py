@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,8 @@ def _trace(arguments: argparse.Namespace) -> None:
         number, file = arguments.sheet
         fitting = select(traced, question=arguments.question, phase=arguments.phase)
         count = write_sheet(Path(file), fitting, num_trajectories=number, title=Path(arguments.run).resolve().name)
-        print(f"{count} trajectories to be rated in {file}; then: mempipe trace {arguments.run} --ratings A.csv B.csv")
+        run = shlex.quote(str(arguments.run))
+        print(f"{count} trajectories to be rated in {file}; then: mempipe trace {run} --ratings A.csv B.csv")
     else:
         shown = choose(traced, question=arguments.question, phase=arguments.phase, limit=arguments.limit)
         print("\n".join(trace_lines(shown, total=len(traced))))

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import secrets
+import shlex
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -78,7 +79,8 @@ def load_keys(file: str = "") -> list[KeyRecord]:
     """Reads the records of the file and of MEMPIPE_API_KEYS; # starts a comment. Raises ConfigError."""
     records = _read(file)
     if file and not records:
-        raise ConfigError(f"keys is {file!r}, which holds no key; `mempipe key NAME >> {file}` adds one")
+        add = f"mempipe key NAME >> {shlex.quote(str(file))}"
+        raise ConfigError(f"keys is {file!r}, which holds no key; `{add}` adds one")
     return records
 
 
