@@ -60,8 +60,8 @@ class AgentSpec:
     thought: Callable[[str], str] = str.strip
     """The thought in the text of a message, for transcripts."""
     messages: Callable[[str], list[str]] = whole_text
-    """The messages in the text of a turn's action, without the observations between them, for transcripts. A turn has
-    one unless the agent `grows`."""
+    """The messages in the text of a context's action, without the observations between them, for transcripts. There is
+    one, unless the agent searches several times in a context."""
     reward: Mapping[str, Any] = field(default_factory=dict)
     """Settings of `reward` as published; those that a config names win."""
     reward_formats: tuple[str, ...] = ("none",)

@@ -11,7 +11,7 @@ from mempipe.data.partitions import main_partition
 from mempipe.evaluation.metrics import right_answers
 from mempipe.facts import finds, golden_by_objective
 from mempipe.reports.pages import cut
-from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, Step, steps
+from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, Step, sizes, steps
 from mempipe.text import changed_runs
 from mempipe.types import Context, Group, Question, Trajectory
 
@@ -120,28 +120,27 @@ def verdict(trajectory: Trajectory, question: Question) -> str:
 
 
 def shown_turns(trajectory: Trajectory, question: Question, *, text: ActionText = UNKNOWN_AGENT) -> list[ShownTurn]:
-    """Returns the turns as a page shows them, long texts cut. Every message of a whole history is a turn. Turns that
-    repeat the one before are shown once."""
+    """Returns the turns as a page shows them, long texts cut. Every message is a turn, also where one context holds
+    several: the last one of them has its memory. Turns that repeat the one before are shown once."""
     shown: list[ShownTurn] = []
-    before, number = None, 0
+    before, next_turn = None, 1
     for index, context in enumerate(trajectory.contexts):
         taken = steps(context, text)
-        in_all = " in all turns" if len(taken) > 1 else ""
-        sizes = f"{context.num_prompt_tokens:,} prompt tokens, {context.num_sampled_tokens:,} sampled{in_all}"
-        wrote = text.wrote_memory(trajectory, index)
-        for step in taken:
-            number += 1
+        turns = range(next_turn, next_turn := next_turn + len(taken))
+        tokens = sizes(context, turns, is_only=len(trajectory.contexts) == 1)
+        for number, step in zip(turns, taken, strict=True):
+            wrote = number == turns[-1] and text.wrote_memory(trajectory, index)
             content = (step, context.chunk, context.memory_before, context.memory_after, context.memory_truncated)
             if content == before:
                 shown[-1] = replace(shown[-1], last=number)
             else:
-                shown.append(_shown_turn(number, context, step, question, text, sizes=sizes, wrote=wrote))
-            before, sizes = content, ""
+                shown.append(_shown_turn(number, context, step, question, text, tokens=tokens, wrote=wrote))
+            before, tokens = content, ""
     return shown
 
 
 def _shown_turn(
-    number: int, context: Context, step: Step, question: Question, text: ActionText, *, sizes: str, wrote: bool
+    number: int, context: Context, step: Step, question: Question, text: ActionText, *, tokens: str, wrote: bool
 ) -> ShownTurn:
     needed = {fact.passage_id for fact in question.evidence}
     passages = [(p.title, p.text, p.id in needed) for search in step.searches for p in search.passages]
@@ -152,7 +151,7 @@ def _shown_turn(
     return ShownTurn(
         number=number,
         last=number,
-        sizes=sizes,
+        sizes=tokens,
         thought=cut(thinking, _MAX_CHARS),
         queries=[cut(query, _MAX_CHARS) for query in queries],
         action="" if thinking or queries else cut(step.message, _MAX_CHARS),

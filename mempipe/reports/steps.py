@@ -1,4 +1,6 @@
-"""Takes the text of a context apart for a reader: a context that holds a whole history is shown message by message."""
+"""Takes the text of a context apart for a reader: a context of several messages is shown message by message, and each
+of them is a turn.
+"""
 
 from __future__ import annotations
 
@@ -40,6 +42,12 @@ class Step:
 
     message: str
     searches: Sequence[Search]
+
+
+def sizes(context: Context, turns: range, *, is_only: bool) -> str:
+    """Returns the tokens of the context that holds these turns, for a person; `is_only`: there is no other one."""
+    places = "" if len(turns) == 1 else " in all turns" if is_only else f" in turns {turns[0]} to {turns[-1]}"
+    return f"{context.num_prompt_tokens:,} prompt tokens, {context.num_sampled_tokens:,} sampled{places}"
 
 
 def steps(context: Context, text: ActionText) -> list[Step]:

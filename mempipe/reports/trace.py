@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mempipe.reports.examples import choose_examples, golden_text
-from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, steps
+from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, sizes, steps
 from mempipe.reports.traced import Traced, phases_of
 from mempipe.settings import ConfigError
 from mempipe.types import Group, Question, Trajectory
@@ -57,25 +57,23 @@ def trace_lines(shown: Sequence[Traced], *, total: int) -> list[str]:
 
 
 def trajectory_lines(question: Question, trajectory: Trajectory, *, text: ActionText = UNKNOWN_AGENT) -> list[str]:
-    """Returns one trajectory as text. Every message of a whole history is a turn."""
+    """Returns one trajectory as text. Every message is a turn, also where one context holds several."""
     lines = [
         f"{trajectory.id}",
         f"  question  {question.text}",
         f"  golden    {golden_text(question, between=' | ')}",
     ]
+    next_turn = 1
     for index, context in enumerate(trajectory.contexts):
         taken = steps(context, text)
-        in_all = " in all turns" if len(taken) > 1 else ""
-        lines.append(
-            f"  turn {context.index + 1}: {context.num_prompt_tokens} prompt tokens, "
-            f"{context.num_sampled_tokens} sampled{in_all}"
-        )
+        turns = range(next_turn, next_turn := next_turn + len(taken))
+        lines.append(f"  turn {turns[0]}: {sizes(context, turns, is_only=len(trajectory.contexts) == 1)}")
         if not text.full_history:
             lines.append(f"    memory   {context.memory_before or '(empty)'}")
         if context.chunk:
             lines.append(f"    chunk    {_one_line(context.chunk)}")
-        for number, step in enumerate(taken, start=context.index + 1):
-            if number > context.index + 1:
+        for number, step in zip(turns, taken, strict=True):
+            if number > turns[0]:
                 lines.append(f"  turn {number}")
             lines.append(f"    action   {_one_line(step.message)}")
             for search in step.searches:

@@ -127,6 +127,25 @@ def test_the_terminal_the_viewer_and_the_picture_show_them_too(tmp_path):
     assert ">turn 2<" in drawn and ">memory<" not in drawn
 
 
+def test_turns_are_counted_through_where_several_contexts_have_several_messages():
+    """As those of an agent that compacts its history (examples/compaction_agent)."""
+    compacts = ActionText.of(dataclasses.replace(agent_spec("react"), grows=False))
+    first = dataclasses.replace(TWICE.contexts[0], memory_before="nothing", memory_after="one Ann")
+    second = dataclasses.replace(history(asked("three") + read("d") + ANSWER, search("three", "d")), index=1)
+    played = dataclasses.replace(TWICE, contexts=[first, second])
+    shown = shown_turns(played, QUESTION, text=compacts)
+    assert [(each.number, each.queries) for each in shown] == [
+        (1, ["one"]), (2, ["two"]), (3, []), (4, ["three"]), (5, [])
+    ]  # fmt: skip
+    assert [each.sizes.rpartition(" in ")[2] for each in shown] == ["turns 1 to 3", "", "", "turns 4 to 5", ""]
+    assert [each.wrote for each in shown] == [False, False, True, False, False]
+    traced = Traced(phase="after", question=QUESTION, trajectory=played, memory_budget=None, text=compacts)
+    lines = trace_lines([traced], total=1)
+    assert [line.strip().partition(":")[0] for line in lines if line.startswith("  turn ")] == [
+        f"turn {number}" for number in range(1, 6)
+    ]
+
+
 def test_a_turn_that_answers_has_no_memory_on_the_page():
     answered, unanswered = (group("after", 1, right=right).trajectories[0] for right in (True, False))
     last = turn(2, "Oslo Ann", "", passage="b")  # MEM1 answers in the context that holds the passages
