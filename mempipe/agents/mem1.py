@@ -48,7 +48,7 @@ class Mem1Budget(SearchBudget):
         return self.action_tokens
 
 
-class Mem1Renderer(TaggedRenderer):
+class Mem1Renderer(TaggedRenderer[Mem1Budget]):
     @classmethod
     def from_settings(
         cls, config: Mem1Config, budget: Mem1Budget, *, limits: SearchLimits, tokenizer: Tokenizer

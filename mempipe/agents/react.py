@@ -64,7 +64,7 @@ class ReactPrompts(TaggedPrompts):
     retry: str
 
 
-class ReactRenderer(TaggedRenderer):
+class ReactRenderer(TaggedRenderer[SearchBudget]):
     """Prompt, observations, and `retry`, which follows a message that neither searches nor answers."""
 
     def __init__(

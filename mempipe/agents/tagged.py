@@ -10,12 +10,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
-from mempipe.agents.budget import SearchBudget
 from mempipe.agents.prompt_set import PromptSet
 from mempipe.agents.protocol import Tokenizer, between_blocks, thought_of, without_blocks
-from mempipe.agents.rendering import SearchRenderer, encode_pieces, fit_passages
+from mempipe.agents.rendering import S, SearchRenderer, encode_pieces, fit_passages
 from mempipe.agents.tools import InvalidCall, SearchTool
 from mempipe.agents.turn import Agent, Turn, without_stop
 from mempipe.settings import ConfigError
@@ -53,7 +52,7 @@ class TaggedMessage:
     breaks_roles: bool = False  # it holds a role mark of the chat template
 
 
-class TaggedRenderer(SearchRenderer[SearchBudget]):
+class TaggedRenderer(SearchRenderer[S]):
     """Prompt and observations of one tokenizer, prompt set, tool and budget. Raises as `Renderer` does."""
 
     TAGS = ("think", "search", "information", "answer")
@@ -64,7 +63,7 @@ class TaggedRenderer(SearchRenderer[SearchBudget]):
         *,
         prompts: TaggedPrompts,
         search: SearchTool,
-        budget: SearchBudget,
+        budget: S,
         question_mark: bool = False,
     ) -> None:
         super().__init__(
@@ -138,7 +137,7 @@ class TaggedRenderer(SearchRenderer[SearchBudget]):
         return self.encode(str(number)) if "turns_left" in self._observation.slots else []
 
 
-T = TypeVar("T", bound=TaggedRenderer)
+T = TypeVar("T", bound=TaggedRenderer[Any])
 
 
 class TaggedAgent(Agent[T]):

@@ -47,6 +47,7 @@ CONTEXTS = {
     "tiny_memtrain": [5],
     "quickstart_full_text": [1],
     "notebook": range(1, 5),
+    "compaction": range(1, 7),
 }
 """By config, how many contexts an attempt may have."""
 
@@ -65,6 +66,10 @@ def config_of(name: str, world: RunConfig, output: Path) -> RunConfig:
     if name == "notebook":
         return own_agent(settings, output)
     settings += MINIATURE
+    if name == "compaction":
+        folder = ROOT / "examples" / "compaction_agent"
+        settings += [f"agent.prompts={folder / 'tiny_prompts.yaml'}"]
+        return prepare(Run(load_config(folder / "config.yaml", settings)))
     return prepare(Run(load_config(QUICKSTART.with_name(f"{name}.yaml"), settings)))
 
 
