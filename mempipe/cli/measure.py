@@ -30,7 +30,7 @@ def add_commands(commands: Any) -> None:
         default=[],
         metavar="QUESTIONS",
         help="for a folder a question file (default: the run's held-out questions); and key=value, e.g. num_samples=4, "
-        "or retrieval.index=FOLDER to search other documents than the run's",
+        "num_questions=50, or retrieval.index=FOLDER to search other documents than the run's",
     )
 
     compare = add_command(commands, "compare", _compare, "compare two evaluated runs, question by question")
@@ -57,7 +57,8 @@ def add_commands(commands: Any) -> None:
         nargs="*",
         default=[],
         metavar="QUESTIONS",
-        help="for a run a question file (default: its held-out questions); and key=value, e.g. budgets=[512,1024]",
+        help="for a run a question file (default: its held-out questions); and key=value, e.g. budgets=[512,1024] or "
+        "num_questions=50",
     )
     add_resume(sweep)
     _add_budgets(commands)

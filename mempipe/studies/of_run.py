@@ -43,10 +43,10 @@ def evaluation_of(source: str, words: Sequence[str] = ()) -> EvaluationSuite:
     if not Path(source).is_dir():
         return load_suite(source, words)
     questions, overrides = _questions_and_overrides(words)
-    columns = _columns(overrides) if questions else {}
+    asked = _asked(overrides, questions)
     agent, overrides = _agent(source, overrides, EvaluationSuite)
     config = run_config(EvaluatedRun.model_validate(agent), name="trained", ordered=False)
-    values = _suite(source, config, questions, _rows(source, agent, config), columns)
+    values = _suite(source, config, questions, _rows(source, agent, config), asked)
     return parse_section(merged(values, overrides), EvaluationSuite)
 
 
@@ -56,14 +56,14 @@ def sweep_of(source: str, words: Sequence[str] = ()) -> SweepConfig:
     if not Path(source).is_dir():
         return load_sweep(source, words)
     questions, overrides = _questions_and_overrides(words)
-    columns = _columns(overrides) if questions else {}
+    asked = _asked(overrides, questions)
     agent, overrides = _agent(source, overrides, SweepConfig)
     config = run_config(EvaluatedRun.model_validate(agent), name="trained", ordered=False)
     if not isinstance(config.budget, MemoryBudget):
         raise ConfigError(
             f"agent.name of {source} is {config.agent.name!r}, which has no budget.memory_tokens to sweep"
         )
-    values = _suite(source, config, questions, [agent], columns)
+    values = _suite(source, config, questions, [agent], asked)
     tokens = config.budget.memory_tokens
     values |= {"budgets": sorted({max(1, tokens // share) for share in BUDGET_SHARES})}
     return parse_section(merged(values, overrides), SweepConfig)
@@ -76,11 +76,13 @@ def _questions_and_overrides(words: Sequence[str]) -> tuple[str, dict[str, Any]]
     return next(iter(files), ""), parse_overrides([word for word in words if word not in files])
 
 
-def _columns(overrides: dict[str, Any]) -> dict[str, Any]:
-    """Takes `data.columns` out of the overrides: with a question file they name its fields, not those of the
-    run's questions."""
-    data = overrides.get("data")
-    return (isinstance(data, dict) and data.pop("columns", None)) or {}
+def _asked(overrides: dict[str, Any], questions: str) -> dict[str, Any]:
+    """Takes the settings of a benchmark out of the overrides: `num_questions`, and with a question file `data.columns`,
+    which name its fields, not those of the run's questions."""
+    data, asked = overrides.get("data"), {"num_questions": 0 if questions else NUM_HELD_OUT}
+    if questions and isinstance(data, dict) and "columns" in data:
+        asked["columns"] = data.pop("columns")
+    return asked | ({"num_questions": overrides.pop("num_questions")} if "num_questions" in overrides else {})
 
 
 def _agent(folder: str, overrides: dict[str, Any], study: type[Section]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -122,9 +124,9 @@ def _rows(folder: str, agent: dict[str, Any], config: RunConfig) -> list[dict[st
 
 
 def _suite(
-    folder: str, config: RunConfig, questions: str, rows: list[dict[str, Any]], columns: dict[str, Any]
+    folder: str, config: RunConfig, questions: str, rows: list[dict[str, Any]], asked: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the settings of the evaluation. `columns` are those of a question file that is named."""
+    """Returns the settings of the evaluation; `asked` are those of every benchmark."""
     file = questions or config.data.validation
     if not file:
         raise ConfigError(
@@ -135,12 +137,11 @@ def _suite(
     name = Path(folder).resolve().name
     measured = Path(file).name.partition(".")[0] or "questions"
     sets = {measured: file} if questions else _held_out(folder, file)
-    asked = {"num_questions": 0, "columns": columns} if questions else {"num_questions": NUM_HELD_OUT}
     return {
         "name": f"{name}-{measured}" if questions else name,
         "runs": rows,
         "benchmarks": [
-            {"name": label, "file": path, "columns": config.data.columns.model_dump(), **asked}
+            {"name": label, "file": path, "columns": {} if questions else config.data.columns.model_dump(), **asked}
             for label, path in sets.items()
         ],
     }

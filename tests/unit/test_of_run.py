@@ -95,6 +95,15 @@ def test_own_questions_are_all_asked_and_settings_may_follow(run, tmp_path):
     assert (suite.num_samples, suite.sampling.temperature) == (4, 0.7)
 
 
+def test_a_number_of_questions_holds_for_every_set_of_them(run, tmp_path):
+    write_questions(tmp_path / "mine.parquet", QUESTIONS)
+    own, held_out = [str(tmp_path / "mine.parquet"), "num_questions=2"], ["num_questions=2"]
+    for suite in (evaluation_of(str(run), own), evaluation_of(str(run), held_out), sweep_of(str(run), held_out)):
+        assert [benchmark.num_questions for benchmark in suite.benchmarks] == [2]
+    with pytest.raises(ConfigError, match=r"num_questions is -1"):
+        evaluation_of(str(run), ["num_questions=-1"])
+
+
 def test_a_setting_of_the_run_holds_for_every_row(run, tmp_path):
     questions = str(tmp_path / "mine.parquet")
     write_questions(Path(questions), QUESTIONS[:3])
