@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
+from pydantic import Field
+
 from mempipe.agents.budget import MemoryBudget, SearchBudget
 from mempipe.agents.config import AgentConfig
 from mempipe.agents.prompt_set import load_prompts
@@ -39,7 +41,7 @@ class CompactionConfig(AgentConfig):
 class CompactionBudget(MemoryBudget, SearchBudget):
     """The `budget` section of this agent. `memory_tokens` limits the summary."""
 
-    max_turns: int = 12
+    max_turns: int = Field(12, ge=1)
     """Messages of a trajectory that search or answer, in all of its contexts."""
 
     def parts(self) -> dict[str, int]:
@@ -55,7 +57,7 @@ class CompactionBudget(MemoryBudget, SearchBudget):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompactionPrompts(TaggedPrompts):
-    """The words around questions, summaries and passages (prompts.yaml explains each key)."""
+    """The words around questions, summaries and passages (prompts.yaml)."""
 
     REQUIRED: ClassVar = TaggedPrompts.REQUIRED | {"user": {"question", "memory"}}
 
@@ -64,7 +66,7 @@ class CompactionPrompts(TaggedPrompts):
 
 
 class CompactionRenderer(TaggedRenderer[CompactionBudget]):
-    """Prompts, observations, and the request for a summary."""
+    """Prompts, observations, and the request for a summary, which is a message of the user."""
 
     TAGS = (*TaggedRenderer.TAGS, "memory")
 
