@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
@@ -64,10 +65,11 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _a_whole_number_may_be_a_text(cls, value: object, info: ValidationInfo) -> Any:
-        """Reads `name: 20261127`, which is a number in YAML, as its text where a text and no number belongs."""
+        """Reads `name: 20261127` and `args: [--port, 8080]`, which hold numbers in YAML, as their texts where texts and
+        no numbers belong.
+        """
         kind = cls.model_fields[info.field_name or ""].annotation
-        is_text = type(value) is int and _takes_text(kind) and not _kinds(kind) & {int, float, Any}
-        return str(value) if is_text else value
+        return value if _kinds(kind) & {int, float, Any} else _as_texts(value, kind)
 
     @classmethod
     def _is_section(cls, name: str) -> bool:
@@ -130,11 +132,16 @@ def _kinds(annotation: Any) -> set[Any]:
     return set().union(*map(_kinds, parts)) if parts else {annotation}
 
 
-def _takes_text(annotation: Any) -> bool:
-    """Returns whether a text alone is a value; one of `list[str]` is a list."""
-    if get_origin(annotation) in (Annotated, Union, UnionType):
-        return any(map(_takes_text, get_args(annotation)))
-    return annotation is str
+def _as_texts(value: Any, annotation: Any) -> Any:
+    """Returns the value with every whole number as its text where the annotation wants a text."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin in (Annotated, Union, UnionType):
+        return functools.reduce(_as_texts, parts, value)
+    if origin is list and isinstance(value, list):
+        return [_as_texts(each, parts[0]) for each in value]
+    if origin is dict and isinstance(value, dict):
+        return {key: _as_texts(each, parts[1]) for key, each in value.items()}
+    return str(value) if annotation is str and type(value) is int else value
 
 
 def _holds_boolean(value: Any) -> bool:

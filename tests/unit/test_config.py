@@ -148,6 +148,16 @@ def test_a_name_of_digits_is_read_as_it_was_written(tmp_path, name):
     assert (changed.name, changed.seed) == (name, 1000)
 
 
+def test_numbers_among_texts_are_read_as_they_were_written(tmp_path):
+    file = tmp_path / "c.yaml"
+    file.write_text("agent: {mcp_servers: [{command: npx, args: [--port, 8080, -v]}]}\n")
+    (server,) = load_config(file).agent.mcp_servers
+    assert server.args == ["--port", "8080", "-v"]
+    file.write_text("agent: {mcp_servers: [{command: npx, args: [--port, 80.5]}]}\n")
+    with pytest.raises(ConfigError, match=r"args\.1 is 80\.5"):
+        load_config(file)
+
+
 def test_a_number_where_a_list_of_texts_belongs_stays_a_number_in_the_error(tmp_path):
     file = tmp_path / "c.yaml"
     file.write_text("model: {lora_targets: 7}\n")
