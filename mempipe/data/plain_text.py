@@ -41,6 +41,9 @@ _UNDERLINE = re.compile(r"^([=\-*~^\"])\1{2,}\s*$")
 _CLAUSE_END = re.compile(r"[.!?;:…][\"”’')\]]*\s+|[。！？；]")
 _WORD = re.compile(r"\S+\s*")
 _UNSPACED = re.compile(f"[{UNSPACED}]")
+_WIDE = "[\u3001-\u30ff\u3400-\u9fff\uf900-\ufaff\uff01-\uff60\U00020000-\U0003ffff]"
+_WRAPPED = re.compile(rf"(?<={_WIDE})\s*\n\s*(?={_WIDE})")
+"""The end of a line inside a paragraph of Chinese or Japanese, where no space belongs."""
 
 
 def is_plain_text(source: str | Path) -> bool:
@@ -257,7 +260,7 @@ def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
             block = []
         elif marked or not line.strip():
             if block:
-                yield "", " ".join(" ".join(block).split())
+                yield "", " ".join(_WRAPPED.sub("", "\n".join(block)).split())
             block = []
             if marked:
                 yield marked[1].strip(" #"), ""

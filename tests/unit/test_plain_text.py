@@ -87,6 +87,13 @@ def test_text_without_blank_lines_is_cut_at_sentences_and_never_inside_a_word(tm
     assert squeezed("".join(passage.text for passage in passages)) == squeezed(text)
 
 
+def test_lines_of_chinese_and_japanese_are_joined_without_a_space_and_others_with_one(tmp_path):
+    text = "鲁迅是浙江绍\n兴人。\n  他写了《呐\r\n喊》 1923\n年。\n\n서울은\n수도이다. It is\nlong.\n"
+    first, *_ = passages = read(tmp_path, text)
+    assert " ".join(passage.text for passage in passages).startswith("鲁迅是浙江绍兴人。他写了《呐喊》 1923 年。")
+    assert "서울은 수도이다. It is long." in passages[-1].text and first.title == "book"
+
+
 def test_a_paragraph_that_fits_is_kept_whole_and_a_sentence_that_fits_too(tmp_path):
     words = " ".join(["word"] * 59)
     passages = read(tmp_path, f"One {words}. Two {words}.\n\nThree {words}.\n\nFour e.g. {words}.")
