@@ -268,11 +268,11 @@ async def test_a_started_server_that_dies_is_a_fault_and_the_next_call_has_anoth
 
 @pytest.mark.slow
 async def test_a_started_server_that_hangs_is_a_fault_in_time_and_is_replaced():
-    tools = started(timeout_s=2.0)
+    tools = started(timeout_s=5.0)  # a busy machine needs seconds to start one
     before, begin = await process_of(tools), time.monotonic()
-    with pytest.raises(McpUnavailable, match=r"did not answer within 2 s"):
+    with pytest.raises(McpUnavailable, match=r"did not answer within 5 s"):
         await use(tools, "hangs")
-    assert time.monotonic() - begin < 3.5
+    assert time.monotonic() - begin < 10
     assert await process_of(tools) != before
     assert await asyncio.to_thread(has_ended, before)
 
