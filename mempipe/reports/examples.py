@@ -11,7 +11,7 @@ from mempipe.data.partitions import main_partition
 from mempipe.evaluation.metrics import right_answers
 from mempipe.facts import finds, golden_by_objective
 from mempipe.reports.pages import cut
-from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, Step, sizes, steps
+from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, Step, shown_contexts
 from mempipe.text import changed_runs
 from mempipe.types import Context, Group, Question, Trajectory
 
@@ -123,24 +123,22 @@ def shown_turns(trajectory: Trajectory, question: Question, *, text: ActionText 
     """Returns the turns as a page shows them, long texts cut. Every message is a turn, also where one context holds
     several: the last one of them has its memory. Turns that repeat the one before are shown once."""
     shown: list[ShownTurn] = []
-    before, next_turn = None, 1
-    for index, context in enumerate(trajectory.contexts):
-        taken = steps(context, text)
-        turns = range(next_turn, next_turn := next_turn + len(taken))
-        tokens = sizes(context, turns, is_only=len(trajectory.contexts) == 1)
-        for number, step in zip(turns, taken, strict=True):
-            wrote = number == turns[-1] and text.wrote_memory(trajectory, index)
+    before = None
+    for each in shown_contexts(trajectory, text):
+        context, sizes = each.context, each.sizes
+        for number, step in each.turns:
+            wrote = number == each.turns[-1][0] and text.wrote_memory(trajectory, each.index)
             content = (step, context.chunk, context.memory_before, context.memory_after, context.memory_truncated)
             if content == before:
                 shown[-1] = replace(shown[-1], last=number)
             else:
-                shown.append(_shown_turn(number, context, step, question, text, tokens=tokens, wrote=wrote))
-            before, tokens = content, ""
+                shown.append(_shown_turn(number, context, step, question, text, sizes=sizes, wrote=wrote))
+            before, sizes = content, ""
     return shown
 
 
 def _shown_turn(
-    number: int, context: Context, step: Step, question: Question, text: ActionText, *, tokens: str, wrote: bool
+    number: int, context: Context, step: Step, question: Question, text: ActionText, *, sizes: str, wrote: bool
 ) -> ShownTurn:
     needed = {fact.passage_id for fact in question.evidence}
     passages = [(p.title, p.text, p.id in needed) for search in step.searches for p in search.passages]
@@ -151,7 +149,7 @@ def _shown_turn(
     return ShownTurn(
         number=number,
         last=number,
-        sizes=tokens,
+        sizes=sizes,
         thought=cut(thinking, _MAX_CHARS),
         queries=[cut(query, _MAX_CHARS) for query in queries],
         action="" if thinking or queries else cut(step.message, _MAX_CHARS),

@@ -4,7 +4,7 @@ of them is a turn.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from mempipe.agents.registry import AgentSpec, whole_text
@@ -44,10 +44,28 @@ class Step:
     searches: Sequence[Search]
 
 
-def sizes(context: Context, turns: range, *, is_only: bool) -> str:
-    """Returns the tokens of the context that holds these turns, for a person; `is_only`: there is no other one."""
-    places = "" if len(turns) == 1 else " in all turns" if is_only else f" in turns {turns[0]} to {turns[-1]}"
-    return f"{context.num_prompt_tokens:,} prompt tokens, {context.num_sampled_tokens:,} sampled{places}"
+@dataclass(frozen=True, slots=True)
+class ShownContext:
+    """A context, and the turns that its messages are."""
+
+    index: int
+    context: Context
+    turns: Sequence[tuple[int, Step]]
+    """Each message with its number in the trajectory, from 1."""
+    sizes: str
+    """The tokens of the context, for a person."""
+
+
+def shown_contexts(trajectory: Trajectory, text: ActionText) -> Iterator[ShownContext]:
+    """Yields the contexts of a trajectory. Every message is a turn, also where one context holds several."""
+    number = 0
+    for index, context in enumerate(trajectory.contexts):
+        turns = list(enumerate(steps(context, text), start=number + 1))
+        first, number = number + 1, turns[-1][0]
+        is_only = len(trajectory.contexts) == 1
+        places = "" if first == number else " in all turns" if is_only else f" in turns {first} to {number}"
+        sizes = f"{context.num_prompt_tokens:,} prompt tokens, {context.num_sampled_tokens:,} sampled{places}"
+        yield ShownContext(index, context, turns, sizes)
 
 
 def steps(context: Context, text: ActionText) -> list[Step]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mempipe.reports.examples import choose_examples, golden_text
-from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, sizes, steps
+from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, shown_contexts
 from mempipe.reports.traced import Traced, phases_of
 from mempipe.settings import ConfigError
 from mempipe.types import Group, Question, Trajectory
@@ -63,23 +63,21 @@ def trajectory_lines(question: Question, trajectory: Trajectory, *, text: Action
         f"  question  {question.text}",
         f"  golden    {golden_text(question, between=' | ')}",
     ]
-    next_turn = 1
-    for index, context in enumerate(trajectory.contexts):
-        taken = steps(context, text)
-        turns = range(next_turn, next_turn := next_turn + len(taken))
-        lines.append(f"  turn {turns[0]}: {sizes(context, turns, is_only=len(trajectory.contexts) == 1)}")
+    for shown in shown_contexts(trajectory, text):
+        context, first = shown.context, shown.turns[0][0]
+        lines.append(f"  turn {first}: {shown.sizes}")
         if not text.full_history:
             lines.append(f"    memory   {context.memory_before or '(empty)'}")
         if context.chunk:
             lines.append(f"    chunk    {_one_line(context.chunk)}")
-        for number, step in zip(turns, taken, strict=True):
-            if number > turns[0]:
+        for number, step in shown.turns:
+            if number > first:
                 lines.append(f"  turn {number}")
             lines.append(f"    action   {_one_line(step.message)}")
             for search in step.searches:
                 lines += [f"    passage  {_one_line(f'[{p.title}] {p.text}')}" for p in search.passages]
         is_shown = context.memory_after == context.action  # where the message is the memory
-        if text.wrote_memory(trajectory, index) and not is_shown:
+        if text.wrote_memory(trajectory, shown.index) and not is_shown:
             cut = " (cut to its budget)" if context.memory_truncated else ""
             lines.append(f"    wrote    {context.memory_after or '(nothing)'}{cut}")
     for recall in trajectory.recalls:

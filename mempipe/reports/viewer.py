@@ -17,7 +17,7 @@ from markupsafe import Markup
 from mempipe.facts import FactState, fact_states, finds, places_by_objective
 from mempipe.reports.examples import golden_text, verdict
 from mempipe.reports.pages import cut, render
-from mempipe.reports.steps import steps
+from mempipe.reports.steps import ShownContext, shown_contexts
 from mempipe.reports.traced import Traced
 from mempipe.storage.files import write_text
 from mempipe.text import changed_runs
@@ -77,14 +77,17 @@ def _trajectory(traced: Traced, number) -> dict[str, Any]:
         "facts": [fact.value for fact in question.evidence],
         "factsOf": places_by_objective(question),
         "turns": [
-            _turn(traced, index, context, needed, number) | {"facts": [str(state) for state in states[index]]}
-            for index, context in enumerate(trajectory.contexts)
+            _turn(traced, shown, needed, number) | {"facts": [str(state) for state in states[shown.index]]}
+            for shown in shown_contexts(trajectory, traced.text)
         ],
     }
 
 
-def _turn(traced: Traced, index: int, context: Context, needed: set[str], number) -> dict[str, Any]:
+def _turn(traced: Traced, shown: ShownContext, needed: set[str], number) -> dict[str, Any]:
+    context = shown.context
     return {
+        "first": shown.turns[0][0],
+        "last": shown.turns[-1][0],
         "message": cut(context.action, _MAX_CHARS),
         "steps": [
             {
@@ -94,14 +97,14 @@ def _turn(traced: Traced, index: int, context: Context, needed: set[str], number
                     for search in step.searches
                 ],
             }
-            for step in steps(context, traced.text)
+            for _, step in shown.turns
         ],
         "tools": [
             {"tool": use.tool, "arguments": use.arguments, "texts": [cut(text, _MAX_CHARS) for text in use.texts]}
             for use in context.tool_uses
         ],
         "chunk": _chunk(context, traced.question, number),
-        "wrote": traced.text.wrote_memory(traced.trajectory, index),
+        "wrote": traced.text.wrote_memory(traced.trajectory, shown.index),
         "memory": [*changed_runs(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS))],
         "truncated": context.memory_truncated,
         "tokens": {

@@ -42,7 +42,7 @@ function filter() {
 
 function item(each) {
   const mark = element("span", {class: each.right ? "right" : "wrong"}, each.right ? "✓ " : "✗ ");
-  const facts = [each.phase, each.end, `${each.turns.length} turn${each.turns.length === 1 ? "" : "s"}`, `reward ${each.reward.toFixed(2)}`, each.lost ? "lost a fact" : ""];
+  const facts = [each.phase, each.end, counted(each.turns.at(-1)?.last ?? 0), `reward ${each.reward.toFixed(2)}`, each.lost ? "lost a fact" : ""];
   const button = element("button", {type: "button"}, mark, each.question, element("small", {}, facts.filter(Boolean).join(" · ")));
   button.addEventListener("click", () => select(each));
   return element("li", {}, button);
@@ -64,14 +64,18 @@ function page(each) {
     each.budget === null ? "" : `memory of at most ${each.budget} tokens`, each.id];
   const answer = each.answer === null ? `no answer: ${each.end}` : each.answer;
   return [element("h2", {}, each.question), element("p", {class: "facts"}, facts.filter(Boolean).join(" · ")),
-    ...each.turns.map((turn, index) => turnPart(each, turn, index)),
+    ...each.turns.map(turn => turnPart(each, turn)),
     element("p", {class: `outcome ${each.right ? "right" : "wrong"}`}, `${each.right ? "✓" : "✗"} ${answer}`,
       element("span", {}, `${each.verdict.includes("of") ? `${each.verdict}, ` : ""}reward ${each.reward.toFixed(3)}, ended by ${each.end}`))];
 }
 
-function turnPart(each, turn, index) {
+function counted(turns) {
+  return `${turns} turn${turns === 1 ? "" : "s"}`;
+}
+
+function turnPart(each, turn) {
   const tokens = Object.entries(turn.tokens).map(([name, number]) => element("span", {}, `${name} ${number.toLocaleString("en")}`));
-  const parts = [element("div", {class: "turn-head"}, `Turn ${index + 1}`, element("span", {class: "tokens"}, ...tokens))];
+  const parts = [element("div", {class: "turn-head"}, turn.first === turn.last ? `Turn ${turn.first}` : `Turns ${turn.first} to ${turn.last}`, element("span", {class: "tokens"}, ...tokens))];
   for (const step of turn.steps) {
     if (step.thought) parts.push(element("p", {class: "thought"}, step.thought));
     for (const search of step.searches) {
