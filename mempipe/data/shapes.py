@@ -449,12 +449,12 @@ def _ruler(row: dict[str, Any], number: int) -> Question:
     )
 
 
-def _ruler_of_several(row: dict[str, Any], number: int) -> Question:
-    """Refuses a task whose answers all have to be given: golden answers are alternatives, so one would do."""
+def _other_ruler(row: dict[str, Any], number: int) -> Question:
+    """Refuses other tasks, whose answers all have to be given: golden answers are alternatives, so one would do."""
     raise BadRow(
         "wrong_value",
-        "input is a task of RULER that wants several answers at once; of its tasks, qa_*, niah_single_* and "
-        "niah_multikey_* are read",
+        "input is none of the tasks of RULER that are read (qa_*, niah_single_*, niah_multikey_*); the others want "
+        "several answers at once",
     )
 
 
@@ -587,9 +587,9 @@ SHAPES = (  # the first that a row fits
         read=_ruler,
     ),
     RowShape(
-        name="RULER's tasks of several answers",
+        name="RULER's other tasks",
         marks=("index", "input", "outputs", "length"),
-        read=_ruler_of_several,
+        read=_other_ruler,
     ),
     RowShape(
         name="BABILong",

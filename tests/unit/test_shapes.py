@@ -216,7 +216,7 @@ def test_a_needle_in_a_haystack_of_ruler_is_taken_out_of_its_prompt(tmp_path):
     assert "fields ['index', 'input', 'outputs'] are of no known format" in said
     row = {"index": 0, "input": several, "outputs": ["7152", "9"], "length": 90}
     said = refusal(jsonl(tmp_path / "own.jsonl", row))
-    assert "input is a task of RULER that wants several answers at once" in said and "niah_single_*" in said
+    assert "input is none of the tasks of RULER that are read" in said and "niah_single_*" in said
 
 
 def test_sets_that_bring_documents_give_them_as_context(tmp_path):
