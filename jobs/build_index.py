@@ -9,7 +9,7 @@ sets another number). After a kill the same submission resumes where the last on
 
 import sys
 
-from mempipe.cli import main
+from mempipe.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main(["index", "build", *sys.argv[1:]]))
+    sys.exit(program("index", "build"))

@@ -8,7 +8,7 @@ and `output` must be paths that all nodes see.
 
 import sys
 
-from mempipe.cli import main
+from mempipe.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main(["data", "memtrain", *sys.argv[1:]]))
+    sys.exit(program("data", "memtrain"))

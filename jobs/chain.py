@@ -8,7 +8,7 @@ indexes are absolute paths that all nodes see. After a kill the same submission 
 
 import sys
 
-from mempipe.cli import main
+from mempipe.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main(["chain", *sys.argv[1:]]))
+    sys.exit(program("chain"))

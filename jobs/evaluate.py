@@ -9,7 +9,7 @@ stopped.
 
 import sys
 
-from mempipe.cli import main
+from mempipe.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main(["evaluate", *sys.argv[1:]]))
+    sys.exit(program("evaluate"))

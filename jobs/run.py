@@ -9,7 +9,7 @@ are absolute and seen by all nodes.
 
 import sys
 
-from mempipe.cli import main
+from mempipe.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main(["run", *sys.argv[1:]]))
+    sys.exit(program("run"))

@@ -9,7 +9,7 @@ Weights, indexes and question files are absolute paths that all nodes see. After
 
 import sys
 
-from mempipe.cli import main
+from mempipe.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main(["sweep", *sys.argv[1:]]))
+    sys.exit(program("sweep"))

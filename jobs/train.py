@@ -15,7 +15,7 @@ index must be absolute paths that all nodes see, since the job runs in the uploa
 
 import sys
 
-from mempipe.cli import main
+from mempipe.cli import program
 
 if __name__ == "__main__":
-    sys.exit(main(["train", *sys.argv[1:]]))
+    sys.exit(program("train"))

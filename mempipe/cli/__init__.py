@@ -23,12 +23,18 @@ from mempipe.stop import signals_interrupt
 _FORMAT = warnings.formatwarning
 
 
+def program(*words: str) -> int:
+    """Runs the command that this process was started with, after `words`. Returns as `main`."""
+    speak_utf8()
+    return main([*words, *sys.argv[1:]])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 1 (the run failed), 2 (the input cannot work), 130 (Ctrl-C),
     143 (SIGTERM), 129 (SIGHUP)."""
     if argv is None:
-        speak_utf8()
-    arguments = _parsed(sys.argv[1:] if argv is None else argv)
+        return program()
+    arguments = _parsed(argv)
     prepare_process()
     warnings.formatwarning = _formatted
     try:

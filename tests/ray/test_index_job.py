@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 import yaml
+from latin1 import latin1_variables
 
 from mempipe.actors.cluster import connected
 from mempipe.actors.handles import start_actor
@@ -163,3 +164,12 @@ def test_shards_on_actors_answer_as_the_whole_index_does(folder, on_ray):
 
     found = asyncio.run(ask_all())
     assert found == whole.search(queries)
+
+
+def test_a_job_speaks_utf8_whatever_the_locale_is(tmp_path):
+    variables = latin1_variables(tmp_path)
+    (tmp_path / "one.jsonl").write_text('{"id": "1", "title": "鲁迅", "text": "鲁迅原名周树人。"}\n')
+    command = [sys.executable, "-m", "jobs.build_index", "one.jsonl", "output=index"]
+    done = run(command, marked=Marked(variables), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "鲁迅" in done.stdout
