@@ -110,8 +110,8 @@ def describe(files: ClozeFiles) -> list[str]:
 
 def shown(files: ClozeFiles, count: int) -> list[str]:
     """Returns the first `count` questions with their answers, for people: test questions, if there are any."""
-    split = next(split for split in reversed(SPLITS) if files.counts[f"{split}_questions"])
-    questions = read_questions(files.questions(split))[:count]
+    split = next((split for split in reversed(SPLITS) if files.counts[f"{split}_questions"]), None)
+    questions = read_questions(files.questions(split))[:count] if split else []
     return [f"\n{question.text}\n  -> {question.golden_answers[0]}" for question in questions]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import polars as pl
 import pytest
 
@@ -12,6 +14,7 @@ from mempipe.data.qa import read_questions
 from mempipe.masking.cloze import SPLITS, choose_questions, find_candidates
 from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import RuleFinder
+from tools.processes import Marked, run
 
 SETTINGS = ["entities=rules", "with_title=true", "test_share=0.3"]
 
@@ -47,15 +50,16 @@ def test_passages_of_plain_text_are_kept_for_an_index(folder):
     assert not (folder / "candidates").exists()
 
 
-def test_a_small_text_says_which_split_has_no_question_and_shows_those_of_another(tmp_path, capfd):
+def test_a_small_text_says_which_split_has_no_question_and_shows_those_of_another(tmp_path):
     text = tmp_path / "note.txt"
     text.write_text(
         "Ada Lovelace was born in London. In 1843 she worked with Charles Babbage on the engine in England."
     )
-    assert main(["data", "cloze", str(text), str(tmp_path / "out"), "entities=rules", "test_share=0"]) == 0
-    out, err = capfd.readouterr()
-    assert "  test: none: no title with a question was drawn for it" in out and "\n  -> " in out
-    assert "UserWarning" not in out + err  # of Ray, about a pool that is larger than the text
+    command = [sys.executable, "-m", "mempipe", "data", "cloze", str(text), str(tmp_path / "out")]
+    done = run([*command, "entities=rules", "test_share=0"], marked=Marked(), cwd=tmp_path)  # pytest hides warnings
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "  test: none: no title with a question was drawn for it" in done.stdout and "\n  -> " in done.stdout
+    assert "UserWarning" not in done.stdout + done.stderr  # of Ray, about a pool that is larger than the text
 
 
 @pytest.mark.parametrize(
