@@ -20,8 +20,8 @@ from compaction_agent.agent import CompactionRenderer
 from compaction_agent.script import ScriptedCompaction
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scripted_play import QUESTIONS, rollout, searches
 from tagged_builders import PARTS, SEARCH, SEARCHES, TOKENIZER
-from test_scripted_agents import QUESTIONS, rollout, searches
 
 from mempipe.config import RunConfig
 from mempipe.data.scripted_agents import NO_NOISE, Noise

@@ -11,6 +11,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from scripted_play import QUESTIONS, WORLD, rollout, searches
 
 from mempipe.agents.registry import BUILT_IN, agent_spec
 from mempipe.config import RunConfig
@@ -31,8 +32,7 @@ from mempipe.data.world import World, make_questions, parse_question, stated_fac
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
-from mempipe.rollout import make_renderer
-from mempipe.types import Completion, EndReason, FinishReason, Question, SearchResult, Trajectory
+from mempipe.types import EndReason, Question, Trajectory
 from mempipe.user_code import load_user_object
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
@@ -46,8 +46,6 @@ QUICKSTARTS = {
 }
 AGENTS = tuple(name for name in BUILT_IN if agent_spec(name).script)
 SEARCHING = tuple(name for name in AGENTS if agent_spec(name).searches)
-WORLD = World(5)
-QUESTIONS = WORLD.questions(60, seed=2)
 
 
 @pytest.fixture(scope="module")
@@ -65,11 +63,6 @@ def config_of(agent: str) -> RunConfig:
     return load_config(CONFIGS / f"{QUICKSTARTS[agent]}.yaml")
 
 
-async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
-    named = [passage for passage in WORLD.passages if passage.title in query.split()]
-    return SearchResult(passages=[*named, WORLD.passages[0]], snapshot="")
-
-
 def play(
     agent: str, question: Question, tokenizer: HFTokenizer, *, noise: Noise = NO_NOISE, seed: int = 0
 ) -> tuple[Trajectory, list[str]]:
@@ -78,34 +71,6 @@ def play(
     script = script_of(agent)(question=question.text, max_turns=config.budget.turn_limit, noise=noise, seed=seed)
     messages: list[str] = []
     return asyncio.run(rollout(config, question, tokenizer, script, messages)), messages
-
-
-async def rollout(
-    config: RunConfig,
-    question: Question,
-    tokenizer: HFTokenizer,
-    script: ScriptedAgent,
-    messages: list[str] | None = None,
-) -> Trajectory:
-    """The script's attempt; its messages are added to `messages`."""
-    renderer = make_renderer(config, tokenizer=tokenizer)
-
-    async def generate(token_ids, *, max_tokens):
-        message = script.reply(tokenizer.decode(token_ids))
-        reply = [*tokenizer.encode_template(message), renderer.closing_id]
-        assert len(reply) <= max_tokens, message
-        if messages is not None:
-            messages.append(message)
-        return Completion(
-            token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0
-        )
-
-    bound = config.agent_spec.agent(renderer, generate=generate, search=search)
-    return await bound.rollout(question, trajectory_id="t", group_id="g", member=0)
-
-
-def searches(trajectory: Trajectory) -> list[str]:
-    return [search.query for context in trajectory.contexts for search in context.searches]
 
 
 @pytest.mark.slow

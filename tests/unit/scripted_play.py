@@ -1,0 +1,46 @@
+"""Scripts of the synthetic world play an agent's own loop, with a search that finds the passage of a named entity."""
+
+from __future__ import annotations
+
+from mempipe.config import RunConfig
+from mempipe.data.scripted_agents import ScriptedAgent
+from mempipe.data.world import World
+from mempipe.engines.tokenizer import HFTokenizer
+from mempipe.rollout import make_renderer
+from mempipe.types import Completion, FinishReason, Question, SearchResult, Trajectory
+
+WORLD = World(5)
+QUESTIONS = WORLD.questions(60, seed=2)
+
+
+async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
+    named = [passage for passage in WORLD.passages if passage.title in query.split()]
+    return SearchResult(passages=[*named, WORLD.passages[0]], snapshot="")
+
+
+async def rollout(
+    config: RunConfig,
+    question: Question,
+    tokenizer: HFTokenizer,
+    script: ScriptedAgent,
+    messages: list[str] | None = None,
+) -> Trajectory:
+    """The script's attempt; its messages are added to `messages`."""
+    renderer = make_renderer(config, tokenizer=tokenizer)
+
+    async def generate(token_ids, *, max_tokens):
+        message = script.reply(tokenizer.decode(token_ids))
+        reply = [*tokenizer.encode_template(message), renderer.closing_id]
+        assert len(reply) <= max_tokens, message
+        if messages is not None:
+            messages.append(message)
+        return Completion(
+            token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=FinishReason.STOP, policy_version=0
+        )
+
+    bound = config.agent_spec.agent(renderer, generate=generate, search=search)
+    return await bound.rollout(question, trajectory_id="t", group_id="g", member=0)
+
+
+def searches(trajectory: Trajectory) -> list[str]:
+    return [search.query for context in trajectory.contexts for search in context.searches]
