@@ -87,7 +87,8 @@ class CompactionRenderer(TaggedRenderer[CompactionBudget]):
     def from_settings(
         cls, config: CompactionConfig, budget: CompactionBudget, *, limits: SearchLimits, tokenizer: Tokenizer
     ) -> CompactionRenderer:
-        prompts = load_prompts(config.prompts or str(Path(__file__).with_name("prompts.yaml")), CompactionPrompts)
+        file = config.prompts or str(Path(__file__).with_name("prompts.yaml"))
+        prompts = load_prompts(file, CompactionPrompts, memory=budget)
         return cls(tokenizer, prompts=prompts, search=SearchTool.of(limits), budget=budget)
 
     def start(self, question: list[int], memory: list[int]) -> list[int]:

@@ -29,6 +29,7 @@ from mempipe.engines.tiny import build_tokenizer as build_tiny_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
 from mempipe.rollout import Control, make_agent
+from mempipe.settings import ConfigError
 from mempipe.types import EndReason, FinishReason, Trajectory
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "compaction_agent"
@@ -134,6 +135,11 @@ async def test_a_summary_is_cut_to_its_budget_and_harmless():
 async def test_without_memory_the_next_context_starts_from_nothing():
     played, _, _ = await play([SEARCH, SEARCH, SUMMARY, ANSWER], control="no_memory")
     assert played.contexts[1].memory_before == "Nothing yet."
+
+
+async def test_several_budgets_need_prompts_that_state_them():
+    with pytest.raises(ConfigError, match=r"budget\.memory_choices is \[16, 32\], but no text of agent\.prompts"):
+        await play([ANSWER], room_for=0, memory_choices=[16, 32])
 
 
 @settings(max_examples=25)
