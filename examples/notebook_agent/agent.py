@@ -99,26 +99,27 @@ class Notebook(Agent[NotebookRenderer]):
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
         question_ids, notebook = self.renderer.question(question), Memory()
-        for index in range(self.renderer.budget.max_turns):
-            turn = Turn(index=index, question_ids=question_ids, memory=notebook)
-            turn.inject(self.renderer.prompt(question=question_ids, notebook=notebook.token_ids))
-            message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)
-            turn.action = message.text
-            action = self._parsed(message)
-            if action.end_reason is not None:
+        async with self.renderer.tools.attempt(question) as tools:
+            for index in range(self.renderer.budget.max_turns):
+                turn = Turn(index=index, question_ids=question_ids, memory=notebook)
+                turn.inject(self.renderer.prompt(question=question_ids, notebook=notebook.token_ids))
+                message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)
+                turn.action = message.text
+                action = self._parsed(message, tools)
+                if action.end_reason is not None:
+                    finish(turn)
+                    return action.end_reason, action.answer
+                turn.tool_uses = await asyncio.gather(*map(tools.use, action.calls))
+                notebook = turn.new_memory = self._noted(notebook, turn.tool_uses)
                 finish(turn)
-                return action.end_reason, action.answer
-            turn.tool_uses = await asyncio.gather(*map(self.renderer.tools.use, action.calls))
-            notebook = turn.new_memory = self._noted(notebook, turn.tool_uses)
-            finish(turn)
         return EndReason.MAX_TURNS, None
 
-    def _parsed(self, message: Message) -> Action:
+    def _parsed(self, message: Message, tools: Toolbox) -> Action:
         if message.cut_off:
             return Action(end_reason=EndReason.LENGTH)
         if message.breaks_roles:
             return Action(end_reason=EndReason.NO_ACTION)
-        return parse_action(message.text, tools=self.renderer.tools)
+        return parse_action(message.text, tools=tools)
 
     def _noted(self, notebook: Memory, uses: Sequence[ToolUse]) -> Memory:
         """Returns the notebook with a line for every result, without the oldest tokens that do not fit."""

@@ -1,7 +1,8 @@
 """Connections to MCP servers (Model Context Protocol), by HTTP or to a process that is started here.
 
 A server over HTTP is asked through a connection per call. A started one serves all calls of an event loop; it ends with
-the loop, or when it hangs or dies, and the next call starts it again.
+the loop, or when it hangs or dies, and the next call starts it again. With `per_attempt`, each attempt has a started
+server for itself.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class McpServer(Section):
     """The tools that the policy may call; empty: all of them."""
     timeout_s: float = Field(30.0, gt=0)
     """Deadline of one call, and of the start of `command` with its first call."""
+    per_attempt: bool = False
+    """Each attempt that calls the server starts `command` for itself: for a server with a state, e.g. notes."""
     api_key_env: str = ""
     """The environment variable that holds the server's key: it is sent as bearer token, or passed on to `command`;
     empty: none."""
@@ -56,6 +59,11 @@ class McpServer(Section):
             raise ValueError(f"agent.mcp_servers has {both}; a server has one of them")
         if self.args and self.url:
             raise ValueError(f"agent.mcp_servers.args is {self.args!r} for the url {self.url!r}; they are of a command")
+        if self.per_attempt and self.url:
+            raise ValueError(
+                f"agent.mcp_servers.per_attempt is true for the url {self.url!r}; it is for a command: over HTTP the "
+                "protocol has no sessions since 2026-07-28"
+            )
         if self.url:
             check_url("agent.mcp_servers.url", self.url, example="http://host:8000/mcp")
         return self
@@ -75,14 +83,28 @@ class McpUnavailable(InfrastructureFault):
     """A server of tools does not answer."""
 
 
-async def with_client(server: McpServer, work: Callable[[Client], Awaitable[T]]) -> T:
-    """Does the work with a client of the server, within its timeout. Raises McpUnavailable."""
+async def with_client(
+    server: McpServer, work: Callable[[Client], Awaitable[T]], *, session: Session | None = None
+) -> T:
+    """Does the work with a client of the server, within its timeout. `session`: with the server of one attempt. Raises
+    McpUnavailable.
+    """
     with _unavailable(server):
         if server.command:
-            return await _Started.of_loop(server).do(work)
+            return await (session or Session.of_loop(server)).do(work)
         with anyio.fail_after(server.timeout_s):
             async with _connected(server) as client:
                 return await work(client)
+
+
+@asynccontextmanager
+async def attempt_session(server: McpServer) -> AsyncIterator[Session]:
+    """Yields a session for one attempt. Its first call starts the server, which ends in the background."""
+    session = Session(server)
+    try:
+        yield session
+    finally:
+        session.end()
 
 
 @asynccontextmanager
@@ -120,39 +142,40 @@ async def _raise_refusal(response: httpx2.Response) -> None:
     raise httpx2.HTTPStatusError(message, request=response.request, response=response)
 
 
-class _Started:
-    """A server that this process has started. One task holds the connection, since the SDK wants it to be closed where
-    it was opened."""
+class Session:
+    """A connection to a server that this process has started. One task holds it, since the SDK wants it to be closed
+    where it was opened."""
 
-    _of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, _Started]] = WeakKeyDictionary()
+    _of_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Session]] = WeakKeyDictionary()
 
     @classmethod
-    def of_loop(cls, server: McpServer) -> _Started:
-        """Returns the server of the running event loop, and starts it if there is none."""
-        started, settings = cls._of_loop.setdefault(asyncio.get_running_loop(), {}), server.model_dump_json()
-        if settings not in started:
-            started[settings] = cls(server, forget=lambda: started.pop(settings, None))
-        return started[settings]
+    def of_loop(cls, server: McpServer) -> Session:
+        """Returns the session of the running event loop with the server, and makes one if there is none."""
+        sessions, settings = cls._of_loop.setdefault(asyncio.get_running_loop(), {}), server.model_dump_json()
+        if settings not in sessions:
+            sessions[settings] = cls(server, forget=lambda: sessions.pop(settings, None))
+        return sessions[settings]
 
-    def __init__(self, server: McpServer, *, forget: Callable[[], object]) -> None:
+    def __init__(self, server: McpServer, *, forget: Callable[[], object] = lambda: None) -> None:
         self._server = server
         self._forget = forget
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._over = asyncio.Event()
-        self._holder = asyncio.create_task(self._hold())
+        self._holder: asyncio.Task[None] | None = None  # the first call starts it
 
     async def do(self, work: Callable[[Client], Awaitable[T]]) -> T:
-        """Does the work within the timeout. A server that fails is ended in the background, and the next call starts
-        another one. An error that the server itself returns does not end it."""
+        """Does the work within the timeout. A server that fails is ended in the background; the next call outside an
+        attempt's session starts another one. An error that the server itself returns does not end it."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
+        self._holder = self._holder or asyncio.create_task(self._hold())
         try:
             with anyio.fail_after(self._server.timeout_s):
                 return await work(await asyncio.shield(self._client))
         except Exception as error:
             if not isinstance(error, MCPError) or error.error.code in (CONNECTION_CLOSED, REQUEST_TIMEOUT):
-                self._end()
+                self.end()
             raise
 
     async def _hold(self) -> None:
@@ -167,10 +190,10 @@ class _Started:
                 self._client.set_exception(error)
                 self._client.exception()  # asyncio reports an exception that no caller has looked at
         finally:
-            self._end()
+            self.end()
 
-    def _end(self) -> None:
-        """Ends the server, and leaves its place to another one."""
+    def end(self) -> None:
+        """Ends the session in the background, and leaves its place to another one."""
         if not self._over.is_set():
             self._over.set()
             self._forget()

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import anyio
 
-from mempipe.agents.mcp_client import McpServer, McpUnavailable, with_client
-from mempipe.agents.tools import InvalidCall
+from mempipe.agents.mcp_client import McpServer, McpUnavailable, Session, attempt_session, with_client
+from mempipe.agents.tools import Attempt, InvalidCall
 from mempipe.settings import ConfigError
 
 if TYPE_CHECKING:
@@ -67,7 +68,33 @@ class McpTool:
                     return [f"error: {error.error.message}"[:MAX_RESULT_CHARS]]
                 raise
 
-        return await with_client(self.server, make)
+        return await with_client(self.server, make, session=self._session)
+
+    @property
+    def _session(self) -> Session | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatefulMcpTool(McpTool):
+    """One tool of a server that is started for each attempt (`mempipe.agents.tools.StatefulTool`)."""
+
+    session: Session | None = None
+
+    @asynccontextmanager
+    async def attempt(self, attempt: Attempt) -> AsyncIterator[McpTool]:
+        """Yields the tool with the session that all tools of the server have in this attempt."""
+        settings = self.server.model_dump_json()
+        if settings in attempt.shared:
+            yield replace(self, session=attempt.shared[settings])
+        else:
+            async with attempt_session(self.server) as session:
+                attempt.shared[settings] = session
+                yield replace(self, session=session)
+
+    @property
+    def _session(self) -> Session | None:
+        return self.session
 
 
 def load_mcp_tools(servers: Sequence[McpServer], *, taken: Sequence[str] = ()) -> dict[str, McpTool]:
@@ -133,7 +160,8 @@ def _tool(listed: Any, server: McpServer) -> McpTool:
         _check_schema(dict(listed.input_schema))
     except ValueError as error:
         raise ConfigError(f"agent.mcp_servers: the schema of {listed.name!r} cannot be used: {error}") from error
-    return McpTool(
+    kind = StatefulMcpTool if server.per_attempt else McpTool
+    return kind(
         name=listed.name,
         description=_broken(listed.description or ""),
         parameters=dict(listed.input_schema),

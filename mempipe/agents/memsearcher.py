@@ -223,25 +223,26 @@ class MemSearcher(Agent[MemSearcherRenderer]):
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
         question_ids = self.renderer.question(question)
         memory = self._memory(self.renderer.empty_memory)
-        for index in range(self.renderer.budget.max_turns):
-            turn = Turn(index=index, question_ids=question_ids, memory=memory)
-            outcome = await self._play(turn, question)
-            finish(turn)
-            if not isinstance(outcome, Memory):
-                return outcome
-            memory = outcome
+        async with self.renderer.tools.attempt(question) as tools:
+            for index in range(self.renderer.budget.max_turns):
+                turn = Turn(index=index, question_ids=question_ids, memory=memory)
+                outcome = await self._play(turn, tools, partition=question.partition)
+                finish(turn)
+                if not isinstance(outcome, Memory):
+                    return outcome
+                memory = outcome
         return EndReason.MAX_TURNS, None
 
-    async def _play(self, turn: Turn, question: Question) -> Memory | tuple[EndReason, str | None]:
+    async def _play(self, turn: Turn, tools: Toolbox, *, partition: str) -> Memory | tuple[EndReason, str | None]:
         """Fills `turn`. Returns the memory for the next turn, or how the trajectory ends and with which answer."""
         turn.inject(self.renderer.prompt(question=turn.question_ids, memory=turn.memory.token_ids))
         message = await self._sample(turn, max_tokens=self.renderer.budget.action_tokens)
         turn.action = message.text
-        action = self._parse_action(message)
+        action = self._parse_action(message, tools)
         if action.end_reason is not None:
             return action.end_reason, action.answer
 
-        results = await self._make_calls(turn, action.calls, partition=question.partition)
+        results = await self._make_calls(turn, action.calls, tools, partition=partition)
         observation = self.renderer.observation(action.calls, results, last_id=turn.token_ids[-1])
         turn.inject(observation.token_ids)
         turn.num_observation_tokens = observation.num_tokens
@@ -253,26 +254,28 @@ class MemSearcher(Agent[MemSearcherRenderer]):
         turn.new_memory = memory
         return memory
 
-    async def _make_calls(self, turn: Turn, calls: Sequence[ToolCall], *, partition: str) -> list[ToolResult]:
+    async def _make_calls(
+        self, turn: Turn, calls: Sequence[ToolCall], tools: Toolbox, *, partition: str
+    ) -> list[ToolResult]:
         """Makes all calls at the same time and returns their results in order."""
         searches = [call.arguments for call in calls if isinstance(call.arguments, SearchArguments)]
         own = [call for call in calls if not isinstance(call.arguments, SearchArguments)]
         found, used = await asyncio.gather(
             self._run_searches(turn, [(each.query, each.num_passages) for each in searches], partition=partition),
-            asyncio.gather(*map(self.renderer.tools.use, own)),
+            asyncio.gather(*map(tools.use, own)),
         )
         turn.tool_uses += used
         passages = iter([ToolResult(passages=search.passages) for search in found])
         texts = iter([ToolResult(texts=use.texts) for use in used])
         return [next(passages if isinstance(call.arguments, SearchArguments) else texts) for call in calls]
 
-    def _parse_action(self, message: Message) -> Action:
+    def _parse_action(self, message: Message, tools: Toolbox) -> Action:
         if message.cut_off:
             return Action(end_reason=EndReason.LENGTH)
         if message.breaks_roles:
             return Action(end_reason=EndReason.NO_ACTION)
         text = self.renderer.action_start + message.text
-        action = parse_action(text, tools=self.renderer.tools, box_in_thought=self.renderer.compat.box_in_thought)
+        action = parse_action(text, tools=tools, box_in_thought=self.renderer.compat.box_in_thought)
         if action.calls and self.renderer.observation_room(action.calls) < 1:
             return Action(end_reason=EndReason.INVALID_CALL)
         return action

@@ -8,13 +8,14 @@ the policy should read (division by zero, an unknown city) is an ordinary result
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Protocol, runtime_checkable
 
 from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
-from mempipe.types import Passage, ToolUse
+from mempipe.types import Passage, Question, ToolUse
 from mempipe.user_code import load_user_object, user_code
 
 
@@ -42,6 +43,25 @@ class Tool(ToolSpec, Protocol):
 
     async def call(self, arguments: Any) -> list[str]:
         """Returns the texts that the policy reads, best first: they are fitted into budget.observation_tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attempt:
+    """The attempt that a stateful tool is started for."""
+
+    question: Question
+    shared: dict[str, Any] = field(default_factory=dict)
+    """For tools that work on the same thing, e.g. a store that one writes and another one reads. Empty at the start of
+    every attempt."""
+
+
+@runtime_checkable
+class StatefulTool(Protocol):
+    """A user-defined tool that has a state for each attempt: notes, a sandbox, an environment."""
+
+    def attempt(self, attempt: Attempt) -> AbstractAsyncContextManager[Tool]:
+        """Yields the tool of this attempt, and releases at its end what it holds."""
         ...
 
 
@@ -140,6 +160,26 @@ class Toolbox:
 
     search: SearchTool | None = None
     own: Mapping[str, Tool] = field(default_factory=dict)
+    started: bool = False  # those of one attempt
+
+    @asynccontextmanager
+    async def attempt(self, question: Question) -> AsyncIterator[Toolbox]:
+        """Yields the tools of one attempt: the stateful ones are started for it and ended with it, in reverse order.
+
+        Raises UserCodeError when a tool fails to start or to end; an `InfrastructureFault` that it raises passes.
+        """
+        own, attempt = dict(self.own), Attempt(question=question)
+        async with AsyncExitStack() as stack:
+            for name, tool in self.own.items():
+                if not isinstance(tool, StatefulTool):
+                    continue
+                with user_code(f"agent.tools: {name} failed to start for question {question.id}"):
+                    opened = tool.attempt(attempt)
+                    if not isinstance(opened, AbstractAsyncContextManager):
+                        raise TypeError("its attempt is not an asynchronous context manager (@asynccontextmanager)")
+                    own[name] = await opened.__aenter__()
+                stack.push_async_callback(_end, name, opened)
+            yield replace(self, own=own, started=True)
 
     def schemas(self) -> str:
         """Returns the schemas that the policy reads: one JSON object per line."""
@@ -172,8 +212,13 @@ class Toolbox:
         Raises UserCodeError with the user's file when the tool fails; an `InfrastructureFault` that it raises passes,
         and the group is tried again.
         """
+        tool = self.own[call.tool]
+        if isinstance(tool, StatefulTool) and not self.started:
+            raise TypeError(
+                f"{call.tool} has a state for each attempt; use the tools of `async with toolbox.attempt(…)`"
+            )
         with user_code(f"agent.tools: {call.tool} failed for the call {call.text.strip()}"):
-            texts = list(await self.own[call.tool].call(call.arguments))
+            texts = list(await tool.call(call.arguments))
             if wrong := [text for text in texts if not isinstance(text, str)]:
                 raise TypeError(f"it returned {wrong[0]!r} among its texts")
         return ToolUse(tool=call.tool, arguments=call.text.strip(), texts=texts)
@@ -181,6 +226,12 @@ class Toolbox:
     @property
     def _all(self) -> dict[str, ToolSpec]:
         return {**({self.search.name: self.search} if self.search else {}), **self.own}
+
+
+async def _end(name: str, opened: AbstractAsyncContextManager[Tool]) -> None:
+    """Ends a tool as after an attempt without errors, so that it cannot swallow the error that ended the attempt."""
+    with user_code(f"agent.tools: {name} failed to end"):
+        await opened.__aexit__(None, None, None)
 
 
 def load_tools(paths: Sequence[str], *, taken: Sequence[str] = ()) -> dict[str, Tool]:

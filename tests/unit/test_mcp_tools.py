@@ -20,6 +20,7 @@ import mcp_types as types
 import psutil
 import pytest
 import uvicorn
+from agent_builders import build_question
 from mcp.server import MCPServer
 from mcp.server.lowlevel import Server
 from mcp.server.mcpserver.exceptions import ToolError
@@ -266,6 +267,35 @@ async def test_a_started_server_that_dies_is_a_fault_and_the_next_call_has_anoth
     assert await process_of(tools) != before
 
 
+async def test_each_attempt_has_a_server_for_itself_if_the_settings_say_so():
+    tools, shared = started(per_attempt=True), started()
+    processes = set()
+    for _ in range(2):
+        async with tools.attempt(build_question()) as own:
+            assert await use(own, "double", number=21) == ["42"]
+            processes.add(await process_of(own))
+            assert await process_of(own) in processes  # both tools talk to it
+    assert len(processes) == 2
+    assert all([await asyncio.to_thread(has_ended, process) for process in processes])
+    async with shared.attempt(build_question()) as one, shared.attempt(build_question()) as other:
+        assert await process_of(one) == await process_of(other)
+
+
+async def test_a_server_that_dies_in_an_attempt_is_a_fault_and_leaves_the_others_alone():
+    tools = started(per_attempt=True)
+    async with tools.attempt(build_question()) as one, tools.attempt(build_question()) as other:
+        before = await process_of(other)
+        for _ in range(2):  # the group is played again; until then the session stays gone
+            with pytest.raises(McpUnavailable, match=r"stdio_tools\.py does not answer: MCPError: Connection closed"):
+                await use(one, "dies")
+        assert await process_of(other) == before
+
+
+async def test_an_attempt_that_calls_nothing_starts_no_server():
+    async with started(per_attempt=True).attempt(build_question()) as tools:
+        assert {tool.session._holder for tool in tools.own.values()} == {None}
+
+
 @pytest.mark.slow
 async def test_a_started_server_that_hangs_is_a_fault_in_time_and_is_replaced():
     tools = started(timeout_s=5.0)  # a busy machine needs seconds to start one
@@ -306,6 +336,7 @@ def test_a_command_that_cannot_be_started_and_half_a_server_are_sentences():
         ({}, "neither url nor command"),
         ({"url": "http://host/mcp", "command": "true"}, "url 'http://host/mcp' and command 'true'"),
         ({"url": "http://host/mcp", "args": ["x"]}, r"args is \['x'\] for the url"),
+        ({"url": "http://host/mcp", "per_attempt": True}, "per_attempt is true for the url 'http://host/mcp'"),
     ):
         with pytest.raises(ValueError, match=message):
             McpServer(**settings)

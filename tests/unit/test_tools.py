@@ -5,8 +5,11 @@ one fails.
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,12 +23,13 @@ from agent_builders import (
     injected_text,
 )
 
+from mempipe.agents.protocol import GenerateFn
 from mempipe.agents.tools import InvalidCall, SearchTool, Toolbox, load_tools
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import parse_config
 from mempipe.rollout import make_agent
 from mempipe.settings import ConfigError
-from mempipe.types import EndReason, Trajectory
+from mempipe.types import Completion, EndReason, Question, Trajectory
 from mempipe.user_code import UserCodeError
 
 TOKENIZER = build_tokenizer()
@@ -61,6 +65,54 @@ class NoTool:
 
 def broken():
     raise OSError("no register")
+"""
+NOTES = """
+from contextlib import asynccontextmanager
+from mempipe.faults import InfrastructureFault
+
+EVENTS = []
+
+class Notes:
+    def __init__(self, notes=None):
+        self.notes = notes
+
+    def schema(self):
+        return {"name": self.name, "description": "Notes.", "parameters": {"type": "object"}}
+
+    def check(self, arguments):
+        return arguments.get("text", "")
+
+    @asynccontextmanager
+    async def attempt(self, attempt):
+        if attempt.question.id == "odd":
+            raise KeyError("no notes for it")
+        EVENTS.append(f"{self.name} starts")
+        try:
+            yield type(self)(attempt.shared.setdefault("notes", []))
+        except BaseException:
+            pass  # nobody may hide the error of an attempt
+        EVENTS.append(f"{self.name} ends")
+        if "unreadable" in attempt.shared["notes"]:
+            raise OSError("the notes cannot be kept")
+
+class Write(Notes):
+    name = "write"
+
+    async def call(self, text):
+        if text == "full":
+            raise InfrastructureFault("the store is full")
+        self.notes.append(text)
+        return [f"{len(self.notes)} notes"]
+
+class Read(Notes):
+    name = "read"
+
+    async def call(self, text):
+        return list(self.notes)
+
+class NoContext(Write):
+    def attempt(self, attempt):
+        return self
 """
 
 
@@ -175,3 +227,80 @@ async def test_an_error_of_a_tool_is_no_observation_and_names_the_users_file(mod
 def test_what_is_no_tool_is_refused_before_anything_starts(module, name, kind, words):
     with pytest.raises(kind, match=words):
         load_tools([f"{module}:{name}"], taken=["wikipedia_search"])
+
+
+@pytest.fixture
+def notes(tmp_path, monkeypatch):
+    (tmp_path / "notes_tools.py").write_text(NOTES)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("notes_tools")
+    sys.modules.pop("notes_tools", None)
+
+
+async def play_with_notes(
+    script: list[Step], *, question: Question | None = None, generate: GenerateFn | None = None
+) -> Trajectory:
+    config = parse_config({"agent": {"tools": ["notes_tools:Write", "notes_tools:Read"]}})
+    engine = ScriptedEngine(TOKENIZER, script)
+    agent = make_agent(config, tokenizer=TOKENIZER, generate=generate or engine, search=Library())
+    played = await agent.rollout(question or build_question(), trajectory_id="t", group_id="g", member=0)
+    assert_token_exact(played.contexts, engine)
+    return played
+
+
+def noting(text: str) -> list[Step]:
+    """Writes a note, keeps no memory of it, reads all notes, and answers."""
+    return [
+        "I note.</think>" + call("write", text=text),
+        "<memory>see the notes</memory>",
+        "I look.</think>" + call("read"),
+        "<memory>done</memory>",
+        "so</think>\\boxed{Paris}",
+    ]
+
+
+async def test_tools_share_a_state_that_belongs_to_one_attempt(notes):
+    """A store outside the memory: what one tool writes another one reads turns later, and no other attempt does."""
+    played = await asyncio.gather(*(play_with_notes(noting(text)) for text in ("Paris", "Rome")))
+    assert [each.end_reason for each in played] == [EndReason.ANSWERED] * 2
+    read = [[use.texts for context in each.contexts for use in context.tool_uses] for each in played]
+    assert read == [[["1 notes"], ["Paris"]], [["1 notes"], ["Rome"]]]
+    assert sorted(notes.EVENTS) == sorted(["write starts", "read starts", "read ends", "write ends"] * 2)
+
+
+@pytest.mark.parametrize("fault", [RuntimeError("the engine is gone"), asyncio.CancelledError("hung up")])
+async def test_a_tool_ends_with_an_attempt_that_fails_and_hides_no_fault(notes, fault):
+    async def fails(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        raise fault
+
+    with pytest.raises(type(fault), match=str(fault)):
+        await play_with_notes([], generate=fails)
+    assert notes.EVENTS == ["write starts", "read starts", "read ends", "write ends"]
+
+
+async def test_a_tool_ends_with_an_attempt_in_which_another_one_has_a_fault(notes):
+    with pytest.raises(InfrastructureFault, match="the store is full"):
+        await play_with_notes(["x</think>" + call("write", text="full")])
+    assert notes.EVENTS == ["write starts", "read starts", "read ends", "write ends"]
+
+
+async def test_errors_of_a_state_name_the_users_file(notes):
+    with pytest.raises(
+        UserCodeError, match=r"write failed to start for question odd: KeyError.*notes_tools.py, line 20"
+    ):
+        await play_with_notes([], question=replace(build_question(), id="odd"))
+    with pytest.raises(UserCodeError, match=r"write failed to end: OSError: the notes cannot be kept .*line 28"):
+        await play_with_notes(noting("unreadable"))
+    toolbox = Toolbox(own=load_tools(["notes_tools:NoContext"]))
+    with pytest.raises(UserCodeError, match=r"write failed to start .*not an asynchronous context manager"):
+        async with toolbox.attempt(build_question()):
+            pass
+
+
+async def test_a_state_is_not_shared_by_mistake(notes):
+    toolbox = Toolbox(own=load_tools(["notes_tools:Write"]))
+    write = toolbox.parse('{"name": "write", "arguments": {"text": "a"}}')
+    with pytest.raises(TypeError, match="write has a state for each attempt"):
+        await toolbox.use(write)
+    async with toolbox.attempt(build_question()) as tools:
+        assert (await tools.use(write)).texts == ["1 notes"]
