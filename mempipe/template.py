@@ -80,8 +80,10 @@ def unused_settings(spec: AgentSpec) -> set[str]:
         unused |= {"reward.recall_weight", "reward.recall_match", "algorithm.recall_group", "algorithm.filter_by"}
     if spec.reward_formats == ("none",):
         unused |= {f"reward.{name}" for name in ("format", "structure_score", "retrieval_score", "attempt_score")}
+    if not spec.has_memory:
+        unused |= {"reward.memory_token_cost", "reward.information_weight"}
     if spec.grows:
-        unused |= {"reward.memory_token_cost", "reward.information_weight", "reward.per_turn"}
+        unused.add("reward.per_turn")
     return unused
 
 

@@ -255,7 +255,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet, eng
         rows = [
             result_row(
                 group,
-                growing=planned.config.agent_spec.grows,
+                growing=not planned.config.agent_spec.has_memory,
                 prompt_hash=planned.prompt_hash,
                 depths=job.asked.depths.get(group.question.id, ()),
             )
@@ -263,7 +263,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet, eng
         ]
         if suite.judge is not None:
             rows = asyncio.run(_judge(suite, rows))
-        if suite.recall is not None and not planned.config.agent_spec.grows:
+        if suite.recall is not None and planned.config.agent_spec.has_memory:
             rows = asyncio.run(with_recalls(Endpoint(suite.recall), waiting, rows))
         reached("evaluation.part", title=title)
         job.results.append(waiting, rows)
@@ -316,10 +316,9 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
 
 
 def cell_of(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet) -> Cell:
-    """Returns the results of a run on a set, with the quality of its memories; an agent that carries its whole history
-    has none."""
+    """Returns the results of a run on a set, with the quality of its memories, if its agent writes any."""
     rows = read_results(job.results.path)
-    groups = [] if planned.config.agent_spec.grows else read_groups(job.results.path)
+    groups = read_groups(job.results.path) if planned.config.agent_spec.has_memory else []
     rates = memory_quality(groups, memory_budget=planned.config.budget.memory_limit)
     return Cell(
         run=planned.run.name,

@@ -54,7 +54,10 @@ class AgentSpec:
     reads: bool = False
     """Needs questions with a text (`Question.context`)."""
     grows: bool = False
-    """Carries its whole history in one context, so that every message it samples is a turn."""
+    """Carries its whole history in one context, so that every message it samples is a turn. It writes no memory."""
+    writes_memory: bool = True
+    """False for an agent with several contexts that hands no `Turn.new_memory` on: every message is a turn too, and
+    transcripts and metrics have nothing of a memory."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end a message, in addition to the model's stop tokens. Tokens after them would be dropped."""
     thought: Callable[[str], str] = str.strip
@@ -73,6 +76,11 @@ class AgentSpec:
     reading."""
     text_script: str = ""
     """MODULE:NAME of the `mempipe.masking.demonstrations.Demonstration` that plays it on questions made of text."""
+
+    @property
+    def has_memory(self) -> bool:
+        """Returns whether its contexts hand on a memory that transcripts show and metrics measure."""
+        return self.writes_memory and not self.grows
 
 
 @functools.cache

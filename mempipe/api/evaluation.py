@@ -202,7 +202,7 @@ def played(
     )
     groups = agent.run(_groups(config, rollout, questions, num_samples=num_samples, title=title or agent.name))
     prompts = prompt_hash(config, tokenizer=roles.tokenizer)
-    growing = config.agent_spec.grows
+    growing = not config.agent_spec.has_memory
     rows = [result_row(group, growing=growing, prompt_hash=prompts) for group in groups]
     return Evaluation(name=agent.name, config=config, rows=rows, groups=groups)
 

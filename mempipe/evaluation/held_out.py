@@ -30,7 +30,7 @@ class HeldOutEvaluation:
 
 def read_held_out(run: Path, *, growing: bool) -> list[HeldOutEvaluation]:
     """Returns the evaluations in the folder of a run, in the order of training. `growing` is true for an agent that
-    carries its whole history in one context. Raises ConfigError for a damaged file."""
+    writes no memory. Raises ConfigError for a damaged file."""
     found = [_read(file, growing=growing) for file in (run / "evaluation").glob("*.parquet")]
     return sorted(found, key=lambda each: (each.step, _ORDER.get(each.label, 0)))
 

@@ -96,7 +96,7 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
     """Returns the row of a question, without a judge's verdict. Without attempts every score is 0 and `failed` says
     why.
 
-    `growing` is whether the agent carries its whole history in one context, so that every message it samples is a turn.
+    `growing` is whether the agent writes no memory, so that every message that it samples is a turn.
     """
     question, attempts = group.question, group.trajectories
     answers = [attempt.answer if attempt.end_reason is EndReason.ANSWERED else None for attempt in attempts]

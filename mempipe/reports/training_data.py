@@ -72,8 +72,15 @@ class ReportData:
 
     @property
     def growing(self) -> bool:
-        """Returns whether the agent carries its whole history in one context."""
-        return self._agent.grows
+        """Returns whether the agent writes no memory, so that every message is a turn."""
+        return not self._agent.has_memory
+
+    @property
+    def context_label(self) -> str:
+        """Returns what the contexts hold, for a chart."""
+        if self._agent.has_memory:
+            return "bounded memory"
+        return "full history" if self._agent.grows else "own contexts"
 
     @property
     def text(self) -> ActionText:

@@ -314,9 +314,7 @@ def _context_chart(data: ReportData) -> Figure | None:
     own = _by_turn([[float(tokens) for tokens in prompt_tokens_by_turn(t, growing=data.growing)] for t in trajectories])
     if not own:
         return None
-    lines = [
-        Series(label="full history" if data.growing else "bounded memory", style="after", points=own, markers=True)
-    ]
+    lines = [Series(label=data.context_label, style="after", points=own, markers=True)]
     text = "Mean over the trajectories that got so far."
     if not data.growing:
         full = _by_turn([[float(tokens) for tokens in full_history_tokens(t)] for t in trajectories])
