@@ -84,8 +84,8 @@ class Plan:
 
     def turn_replies(self, contexts: Iterable[Context]) -> Iterator[TurnReply]:
         """Yields the turns of one attempt as the service shows them (`mempipe.answers.replies`)."""
-        limit = self.renderer.budget.memory_limit
-        return turn_replies(contexts, thought=self.config.agent_spec.thought, memory_limit=limit)
+        limit, spec = self.renderer.budget.memory_limit, self.config.agent_spec
+        return turn_replies(contexts, thought=spec.thought, messages=spec.messages, memory_limit=limit)
 
 
 class CachedPrompts:

@@ -146,6 +146,8 @@ class TurnReply(BaseModel):
     thought: str
     action: str
     """The sampled message as it was written."""
+    messages: list[str] = []
+    """The messages in it: several where the agent searches several times in one context."""
     chunk: str = ""
     """The part of a long text that it read, for agents that read."""
     searches: list[SearchReply]

@@ -27,23 +27,29 @@ HALF = "\ufffd"
 
 
 def turn_replies(
-    contexts: Iterable[Context], *, thought: Callable[[str], str], memory_limit: int | None
+    contexts: Iterable[Context],
+    *,
+    thought: Callable[[str], str],
+    messages: Callable[[str], list[str]],
+    memory_limit: int | None,
 ) -> Iterator[TurnReply]:
-    """Yields the contexts of an attempt as the service shows them; `thought` finds it in the text of an action.
+    """Yields the contexts of an attempt as the service shows them; `thought` and `messages` find them in the text of an
+    action.
 
     `contexts` may be a list that still grows: one is read for one that is yielded.
     """
     for context, history in growing_history(contexts):
-        yield _turn(context, thought(context.action), history, memory_limit)
+        yield _turn(context, thought(context.action), messages(context.action), history, memory_limit)
 
 
-def _turn(context: Context, thought: str, history: int, limit: int | None) -> TurnReply:
+def _turn(context: Context, thought: str, messages: list[str], history: int, limit: int | None) -> TurnReply:
     added, dropped = changes(context.memory_before, context.memory_after)
     wrote = context.num_new_memory_tokens > 0
     return TurnReply(
         index=context.index,
         thought=thought,
         action=context.action,
+        messages=messages,
         chunk=context.chunk,
         searches=[SearchReply(query=s.query, passages=list(map(passage_reply, s.passages))) for s in context.searches],
         tools=[ToolReply(tool=use.tool, arguments=use.arguments, texts=use.texts) for use in context.tool_uses],

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from mempipe.answers.api import AnswerReply, TurnReply
+from mempipe.answers.api import AnswerReply, SearchReply, TurnReply
 from mempipe.reports.pages import cut, render
+from mempipe.reports.steps import with_searches
 from mempipe.types import EndReason
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class Reply:
         return f"<Reply: {self.summary}>"
 
     def _repr_html_(self) -> str:
-        return render("reply.html", reply=self)
+        return render("reply.html", reply=self, steps=message_steps)
 
 
 def reply_of(answered: AnswerReply) -> Reply:
@@ -121,14 +122,19 @@ def turn_lines(turn: TurnReply) -> Iterator[str]:
         yield f"  memory   {_one_line(turn.memory_before) or '(empty)'}  [{turn.memory_tokens}{limit} tokens]"
     if turn.chunk:
         yield f"  chunk    {_one_line(turn.chunk)}"
-    yield f"  action   {_one_line(turn.action)}"
-    for search in turn.searches:
-        for passage in search.passages:
+    for message, searches in message_steps(turn):
+        yield f"  action   {_one_line(message)}"
+        for passage in (passage for search in searches for passage in search.passages):
             yield f"  passage  {_one_line(f'[{passage.title}] {passage.text}')}"
     for use in turn.tools:
         yield from (f"  {use.tool}  {_one_line(text)}" for text in use.texts)
     if turn.memory_added or turn.memory_dropped:
         yield f"  wrote    {_one_line(turn.memory_after) or '(nothing)'}"
+
+
+def message_steps(turn: TurnReply) -> list[tuple[str, list[SearchReply]]]:
+    """Returns the messages of a turn, each with its searches."""
+    return with_searches(turn.messages or [turn.action], turn.searches)
 
 
 def _one_line(text: str) -> str:

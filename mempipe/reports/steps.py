@@ -6,10 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from mempipe.agents.registry import AgentSpec, whole_text
 from mempipe.facts import is_memory_turn
 from mempipe.types import Context, Search, Trajectory
+
+
+class Searched(Protocol):
+    @property
+    def query(self) -> str: ...
+
+
+S = TypeVar("S", bound=Searched)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +30,11 @@ class ActionText:
     messages: Callable[[str], list[str]] = whole_text
     """Returns the messages in the text of a context."""
     full_history: bool = False
-    """The agent carries its whole history in one context and writes no memory."""
+    """The agent writes no memory."""
 
     @classmethod
     def of(cls, spec: AgentSpec) -> ActionText:
-        return cls(thought=spec.thought, messages=spec.messages, full_history=spec.grows)
+        return cls(thought=spec.thought, messages=spec.messages, full_history=not spec.has_memory)
 
     def wrote_memory(self, trajectory: Trajectory, index: int) -> bool:
         """Returns whether the context of that index wrote a memory or had to."""
@@ -69,13 +78,19 @@ def shown_contexts(trajectory: Trajectory, text: ActionText) -> Iterator[ShownCo
 
 
 def steps(context: Context, text: ActionText) -> list[Step]:
-    """Returns the messages of a context in order, at least one. A search belongs to the first message that has its
-    query and no other search for the same; those of no message belong to the last one."""
-    *messages, last = text.messages(context.action) or [""]
-    found, left = list[Step](), list(context.searches)
-    for message in messages:
-        own = list[Search]()
+    """Returns the messages of a context in order, at least one, with their searches."""
+    return [Step(*each) for each in with_searches(text.messages(context.action), context.searches)]
+
+
+def with_searches(messages: Sequence[str], searches: Sequence[S]) -> list[tuple[str, list[S]]]:
+    """Returns the messages of a context, at least one, each with its searches. A search belongs to the first message
+    that has its query and no other search for the same; those of no message belong to the last one.
+    """
+    *others, last = messages or [""]
+    found, left = list[tuple[str, list[S]]](), list(searches)
+    for message in others:
+        own = list[S]()
         while left and left[0].query in message and left[0].query not in (search.query for search in own):
             own.append(left.pop(0))
-        found.append(Step(message, own))
-    return [*found, Step(last, left)]
+        found.append((message, own))
+    return [*found, (last, left)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import json
 import logging
 import re
@@ -25,10 +26,11 @@ from service_builders import BY_TEXT, CONFIGS, QUESTIONS, Service, build_service
 
 from mempipe.agents.registry import agent_spec
 from mempipe.answers import attempt_events, replies
-from mempipe.answers.api import AnswerReply, AnswerRequest
+from mempipe.answers.api import AnswerReply, AnswerRequest, TurnReply
 from mempipe.answers.conversation import fitted, noted
 from mempipe.answers.errors import ApiError
 from mempipe.answers.replies import changes, passage_reply
+from mempipe.api.reply import turn_lines
 from mempipe.data.objectives import joined_texts
 from mempipe.data.world import parse_question
 from mempipe.engines.config import SamplingConfig
@@ -361,6 +363,13 @@ def test_an_agent_without_a_memory_of_its_own_has_no_sessions(tokenizer, tmp_pat
     with running(service):
         reply = ask(service)
         assert reply["answer"].strip() == GOLD and len(reply["turns"]) == 1
+        (turn,) = reply["turns"]
+        lines = list(turn_lines(TurnReply.model_validate(turn)))
+        # Each message is shown with what it found, and the last one answers.
+        assert len(turn["messages"]) == len(turn["searches"]) + 1 == 3
+        shown = [line.split()[0] for line in lines[1:]]
+        assert [name for name, _ in itertools.groupby(shown)] == ["action", "passage", "action", "passage", "action"]
+        assert "<information>" not in "".join(lines) and "</answer>" in lines[-1]
         session = post(service, "/v1/sessions").json()["id"]
         refused = post(service, question=TWO_HOPS.text, session=session)
     assert (refused.status_code, "carries no memory" in refused.json()["error"]["message"]) == (400, True)

@@ -144,6 +144,13 @@ def test_turns_are_counted_through_where_several_contexts_have_several_messages(
     assert [line.strip().partition(":")[0] for line in lines if line.startswith("  turn ")] == [
         f"turn {number}" for number in range(1, 6)
     ]
+    assert sum(line.startswith(("    memory", "    wrote")) for line in lines) == 3
+    # As those of a program (examples/program_agent), which hands on what it likes.
+    without = ActionText.of(dataclasses.replace(agent_spec("react"), grows=False, writes_memory=False))
+    assert not any(turn.wrote for turn in shown_turns(played, QUESTION, text=without))
+    assert [line for line in lines if not line.startswith(("    memory", "    wrote"))] == trace_lines(
+        [dataclasses.replace(traced, text=without)], total=1
+    )
 
 
 def test_a_turn_that_answers_has_no_memory_on_the_page():
