@@ -100,15 +100,18 @@ class Neutralizer:
     single character cannot be broken; `Tokenizer.encode_text` sees to them.
     """
 
-    def __init__(self, special_tokens: Iterable[str], *, tags: Sequence[str]) -> None:
+    def __init__(self, special_tokens: Iterable[str], *, tags: Sequence[str], box: bool = True) -> None:
+        """`box`: `\\boxed` is broken too."""
         tokens = [token for token in special_tokens if len(token) > 1]
         used = {character for token in tokens for character in token}
         self._breaker = next(character for character in " _.\u00b7\u2060" if character not in used)
         endings: defaultdict[str, list[str]] = defaultdict(list)
         for token in tokens:
             endings[token[0]].append(re.escape(token[1:]))
-        endings["<"].append(f"(?i:/?(?:{'|'.join(tags)})>)")
-        endings[BOX[0]].append(f"(?i:{BOX[1:]})")
+        if tags:
+            endings["<"].append(f"(?i:/?(?:{'|'.join(tags)})>)")
+        if box:
+            endings[BOX[0]].append(f"(?i:{BOX[1:]})")
         # A first character, then a lookahead: the search skips to first characters quickly and overlapping occurrences
         # are all found.
         self._pattern = re.compile(

@@ -48,6 +48,8 @@ class Renderer(Generic[B]):
 
     TAGS: ClassVar[tuple[str, ...]]
     """Tags that mean something to the agent, and are broken in untrusted text."""
+    HAS_BOX: ClassVar[bool] = True
+    """`\\boxed` means something to the agent too."""
 
     template_tokens: int
 
@@ -64,7 +66,7 @@ class Renderer(Generic[B]):
         self.closing_id = closing_id(tokenizer, self._chat.after_action)
         marks = role_marks(tokenizer, tags=self.TAGS)
         self._role_marks, self._role_texts = marks.token_ids, marks.texts
-        self._neutralize = Neutralizer([*tokenizer.special_tokens, *marks.texts], tags=self.TAGS)
+        self._neutralize = Neutralizer([*tokenizer.special_tokens, *marks.texts], tags=self.TAGS, box=self.HAS_BOX)
         self._instructed = encode_pieces(tokenizer, "", instructions, "") if instructions else None
         self._instructions: list[int] | None = None
 

@@ -48,6 +48,7 @@ CONTEXTS = {
     "quickstart_full_text": [1],
     "notebook": range(1, 5),
     "compaction": range(1, 7),
+    "program": range(1, 8),
 }
 """By config, how many contexts an attempt may have."""
 
@@ -66,9 +67,10 @@ def config_of(name: str, world: RunConfig, output: Path) -> RunConfig:
     if name == "notebook":
         return own_agent(settings, output)
     settings += MINIATURE
-    if name == "compaction":
-        folder = ROOT / "examples" / "compaction_agent"
-        settings += [f"agent.prompts={folder / 'tiny_prompts.yaml'}"]
+    if name in ("compaction", "program"):
+        folder = ROOT / "examples" / f"{name}_agent"
+        if name == "compaction":
+            settings += [f"agent.prompts={folder / 'tiny_prompts.yaml'}"]
         return prepare(Run(load_config(folder / "config.yaml", settings)))
     return prepare(Run(load_config(QUICKSTART.with_name(f"{name}.yaml"), settings)))
 
