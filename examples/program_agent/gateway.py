@@ -23,6 +23,8 @@ MESSAGE_BREAK = "\n---\n"
 READ = {"model", "messages", "max_tokens", "max_completion_tokens"}
 IGNORED = {"temperature", "top_p", "seed", "user", "store", "metadata"}
 """The run decides how the policy is sampled: training needs samples of its own distribution."""
+HARMLESS = {"n": 1, "stream": False, "logprobs": False, "frequency_penalty": 0, "presence_penalty": 0}
+"""Values that ask for nothing, as frameworks send them."""
 Sample = Callable[..., Awaitable[Message]]
 """(turn, *, max_tokens) -> the message, which is then part of the turn."""
 RunSearches = Callable[[Turn, Sequence[tuple[str, int]]], Awaitable[list[Search]]]
@@ -167,7 +169,7 @@ def _error(status: int, message: str) -> JSONResponse:
 
 def _read(request: dict[str, Any]) -> tuple[str, list[str]]:
     """Returns the system text and the texts of the other messages, user and assistant in turn. Raises Refused."""
-    asked = {name for name, value in request.items() if value is not None}
+    asked = {name for name, value in request.items() if value is not None and HARMLESS.get(name) != value}
     if unknown := sorted(asked - READ - IGNORED):
         raise Refused(f"{', '.join(unknown)}: not taken; the gateway takes {', '.join(sorted(READ | IGNORED))}")
     messages = [(message["role"], _text(message["content"])) for message in request["messages"]]

@@ -18,10 +18,13 @@ from agent_builders import (
     build_tokenizer,
     segments,
 )
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_openai import ChatOpenAI
 from openai import APIStatusError, AsyncOpenAI
 from program_agent.program import ask
 from program_agent.rendering import ProgramRenderer
 from program_agent.script import ScriptedProgram
+from pydantic import SecretStr
 from scripted_play import QUESTIONS, rollout, searches
 
 from mempipe.config import RunConfig
@@ -211,6 +214,7 @@ async def test_a_program_may_answer_after_a_limit():
         ({"messages": []}, r"the roles are \[\]"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "parts of type text"),
         ({"max_tokens": 0}, "max_tokens is 0"),
+        ({"n": 2}, "n: not taken"),
     ],
 )
 async def test_a_request_that_is_not_taken_ends_the_run_with_the_programs_line(changed, words):
@@ -252,6 +256,17 @@ async def test_a_request_that_the_program_gives_up_is_no_context():
     assert played.answer == "Paris"
     assert [context.index for context in played.contexts] == [0]
     assert_token_exact(played.contexts, engine)
+
+
+async def test_a_program_may_use_langchain():
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        model: Any = ChatOpenAI(model="policy", async_client=client.chat.completions, api_key=SecretStr("none"))
+        said = [SystemMessage("Be brief."), HumanMessage(question)]
+        said += [await model.ainvoke(said), HumanMessage("Are you sure?")]
+        return (await model.ainvoke(said)).content
+
+    played, _, _ = await play(["Paris", "Yes"], program)
+    assert played.answer == "Yes" and len(played.contexts) == 1
 
 
 async def nothing(question: str, client: AsyncOpenAI, search: Any) -> str:
