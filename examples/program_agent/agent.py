@@ -9,9 +9,11 @@ trained, each with the advantage of the trajectory.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
 
 from openai import AsyncOpenAI
+from pydantic import field_validator
 
 from mempipe.agents.config import AgentConfig
 from mempipe.agents.protocol import Tokenizer
@@ -29,6 +31,14 @@ class ProgramConfig(AgentConfig):
 
     program: str = "program_agent.program:solve"
     """The program, MODULE:NAME."""
+
+    @field_validator("program")
+    @classmethod
+    def _is_async(cls, name: str) -> str:
+        program = load_user_object(name, setting="agent.program")
+        if not inspect.iscoroutinefunction(program):
+            raise ValueError(f"agent.program is {name!r}, which is not an async function")
+        return name
 
 
 def renderer(

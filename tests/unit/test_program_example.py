@@ -34,6 +34,7 @@ from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
+from mempipe.settings import ConfigError
 from mempipe.types import Completion, EndReason, FinishReason, Trajectory
 from mempipe.user_code import UserCodeError
 
@@ -267,6 +268,20 @@ async def test_a_program_may_use_langchain():
 
     played, _, _ = await play(["Paris", "Yes"], program)
     assert played.answer == "Yes" and len(played.contexts) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("nowhere:solve", "agent.program is 'nowhere', which cannot be imported"),
+        ("program_agent.program:nothing", "program_agent.program has no nothing"),
+        ("program_agent.script:ScriptedProgram", "not an async function"),
+        ("solve", "expected MODULE:NAME"),
+    ],
+)
+def test_a_program_that_cannot_be_called_is_refused_before_anything_starts(name, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of(f"agent.program={name}")
 
 
 async def nothing(question: str, client: AsyncOpenAI, search: Any) -> str:
