@@ -22,9 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from mempipe.actors.cluster import connected
 from mempipe.actors.launch import RolloutActors
 from mempipe.actors.standing import StandingActors
@@ -49,6 +46,7 @@ from mempipe.evaluation.table import percent_text
 from mempipe.progress import Progress, say, waiting
 from mempipe.provenance import files_sha256, model_sha256
 from mempipe.reports.evaluation import failure_reasons, write_evaluation_report
+from mempipe.reports.terminal import console, table
 from mempipe.retrieval.manifest import index_sha256
 from mempipe.rollout import prompt_hash
 from mempipe.settings import ConfigError
@@ -376,19 +374,19 @@ async def with_recalls(reader: Endpoint, groups: Sequence[Group], rows: Sequence
 
 
 def _print(scores: SuiteScores, paths: Sequence[Path]) -> None:
-    console = Console()
-    for table in (*scores.tables, *scores.distribution):
-        shown = Table("", *table.columns, title=table.heading, title_justify="left")
-        for row in table.rows:
+    out = console()
+    for scored in (*scores.tables, *scores.distribution):
+        shown = table("", *scored.columns, title=scored.heading)
+        for row in scored.rows:
             if not row.published:
                 shown.add_row(row.name, *(percent_text(value) for value in row.values))
-        console.print(shown)
-        for note in table.notes:
-            console.print(note, soft_wrap=True)
+        out.print(shown)
+        for note in scored.notes:
+            out.print(note, soft_wrap=True)
     if failed := sum(cell.num_failed for cell in scores.cells):
         counted = "1 question failed and counts" if failed == 1 else f"{failed:,} questions failed and count"
-        console.print(f"[bold]{counted} with 0:[/bold]")
+        out.print(f"[bold]{counted} with 0:[/bold]")
         for reason in failure_reasons(row for cell in scores.cells for row in cell.rows):
-            console.print(f"  {reason}", soft_wrap=True, markup=False, highlight=False)
-    published = ", with published numbers" * any(row.published for table in scores.tables for row in table.rows)
-    console.print(f"Report{published}: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True)
+            out.print(f"  {reason}", soft_wrap=True, markup=False, highlight=False)
+    published = ", with published numbers" * any(row.published for scored in scores.tables for row in scored.rows)
+    out.print(f"Report{published}: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True)

@@ -87,13 +87,12 @@ def _data_world(arguments: argparse.Namespace) -> None:
 
 
 def _data_qa(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
     from rich.text import Text
 
     from mempipe.data.config import Columns
     from mempipe.data.qa import describe_questions, read_question_file
     from mempipe.loader import parse_overrides, parse_section
+    from mempipe.reports.terminal import console, table
 
     values = parse_overrides(arguments.overrides)
     for word in arguments.overrides:
@@ -104,11 +103,11 @@ def _data_qa(arguments: argparse.Namespace) -> None:
     columns = parse_section(values["data"]["columns"], Columns) if values else Columns()
     file = read_question_file(arguments.file, columns=columns, max_bad_rows=arguments.max_bad_rows)
     print("\n".join(describe_questions(file)))
-    table = Table("id", "question", "golden answers")
+    shown = table("id", "question", "golden answers")
     for question in file.questions[: max(arguments.limit, 0)]:
-        table.add_row(*(Text(text[:300]) for text in (question.id, question.text, " | ".join(question.golden_answers))))
-    if table.row_count:
-        Console().print(table)
+        shown.add_row(*(Text(text[:300]) for text in (question.id, question.text, " | ".join(question.golden_answers))))
+    if shown.row_count:
+        console().print(shown)
 
 
 def _data_objectives(arguments: argparse.Namespace) -> None:

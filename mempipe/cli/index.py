@@ -120,13 +120,12 @@ def _index_search(arguments: argparse.Namespace) -> None:
     if not found.passages:
         print("No passage has a word of the query.")
         return
-    from rich.console import Console
-    from rich.table import Table
+    from mempipe.reports.terminal import console, table
 
-    table = Table("score", "title", "text", "id")
+    shown = table("score", "title", "text", "id")
     for passage in found.passages:
-        table.add_row(f"{passage.score:.3f}", passage.title, passage.text[:300], passage.id)
-    Console().print(table)
+        shown.add_row(f"{passage.score:.3f}", passage.title, passage.text[:300], passage.id)
+    console().print(shown)
 
 
 def _index_serve(arguments: argparse.Namespace) -> None:

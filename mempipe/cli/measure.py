@@ -108,32 +108,22 @@ def _add_trace(commands: Any) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     from mempipe.evaluation.table import percent_text
+    from mempipe.reports.terminal import console, table
     from mempipe.studies.compare import compare_runs, warnings
 
     first, second = Path(arguments.first), Path(arguments.second)
     comparisons = compare_runs(first, second, metric=arguments.metric)
-    table = Table(
-        "set",
-        "questions",
-        "A",
-        "B",
-        "B - A",
-        "McNemar on em",
-        title=f"{arguments.metric}, percent",
-        title_justify="left",
-    )
+    columns = ("set", "questions", "A", "B", "B - A", "McNemar on em")
+    shown = table(*columns, title=f"{arguments.metric}, percent")
     for each in comparisons:
         means = [f"{100 * value:.2f}" for value in (each.first, each.second)]
-        table.add_row(each.label, str(each.num_shared), *means, percent_text(each.difference), each.verdict)
-    console = Console()
-    console.print(table)
-    console.print(f"A is {first}, B is {second}", soft_wrap=True)
+        shown.add_row(each.label, str(each.num_shared), *means, percent_text(each.difference), each.verdict)
+    out = console()
+    out.print(shown)
+    out.print(f"A is {first}, B is {second}", soft_wrap=True)
     for line in warnings(first, second, comparisons):
-        console.print(f"[bold]note[/bold] {line}", soft_wrap=True)
+        out.print(f"[bold]note[/bold] {line}", soft_wrap=True)
 
 
 def _budgets(arguments: argparse.Namespace) -> None:

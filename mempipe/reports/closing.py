@@ -6,13 +6,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from mempipe.engines.learner_settings import profile_files
 from mempipe.evaluation.table import percent_text
 from mempipe.reports.budgets import verdicts
 from mempipe.reports.next_steps import next_steps
+from mempipe.reports.terminal import console, table
 from mempipe.runs import Run
 from mempipe.studies.budgets import BudgetStudy
 
@@ -31,17 +29,17 @@ _ROWS = (
 def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
     """Prints the results of a run, the places of its files, the missing records, and the next commands."""
     report = json.loads((run.folder / "report.json").read_text())
-    console = Console()
-    table = Table(title=f"{run.config.name}: held-out questions, greedy", title_justify="left")
-    for column in ("", "before", "after"):
-        table.add_column(column, justify="left" if not column else "right")
+    out = console()
+    shown = table(
+        "", "before", "after", title=f"{run.config.name}: held-out questions, greedy", right=("before", "after")
+    )
     for label, key in _ROWS:
         if f"{key}_start" in report and f"{key}_end" in report:
-            table.add_row(label, _short(report[f"{key}_start"]), _short(report[f"{key}_end"]))
-    console.print(table)
+            shown.add_row(label, _short(report[f"{key}_start"]), _short(report[f"{key}_end"]))
+    out.print(shown)
     for name in ("note", "alarms"):
         if name in report:
-            console.print(report[name])
+            out.print(report[name])
     steps = next_steps(run.folder, run.config.model_dump(mode="json"))
     minutes = sum(run.seconds.values()) / 60
     longest = sorted(run.seconds.items(), key=lambda phase: -phase[1])
@@ -55,7 +53,7 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
         *(line for command, meaning in steps for line in (f"  {command}", f"      {meaning}")),
     )
     for line in lines:
-        console.print(line, soft_wrap=True, markup=False)  # commands can be copied whole
+        out.print(line, soft_wrap=True, markup=False)  # commands can be copied whole
 
 
 def _profiles(run: Run) -> list[str]:
@@ -70,10 +68,8 @@ def _profiles(run: Run) -> list[str]:
 
 def closing_study(study: BudgetStudy, *, paths: Sequence[Path]) -> None:
     """Prints the score of each agent under each memory budget, how much memory is enough, and where the report is."""
-    console = Console()
-    table = Table(title="percent over all questions, with 95 % intervals", title_justify="left")
-    for column in ("agent", "memory tokens", study.metric, "tokens per question"):
-        table.add_column(column, justify="left" if column == "agent" else "right")
+    out, numbers = console(), ("memory tokens", study.metric, "tokens per question")
+    shown = table("agent", *numbers, title="percent over all questions, with 95 % intervals", right=numbers)
     rows = [
         (curve.agent, f"{point.memory_tokens:,}", point.measured)
         for curve in study.whole.curves
@@ -81,12 +77,12 @@ def closing_study(study: BudgetStudy, *, paths: Sequence[Path]) -> None:
     ]
     rows += [(reference.agent, "no budget", reference.measured) for reference in study.whole.references]
     for agent, budget, measured in rows:
-        table.add_row(agent, budget, percent_text(measured.score), f"{measured.tokens_per_question:,.0f}")
+        shown.add_row(agent, budget, percent_text(measured.score), f"{measured.tokens_per_question:,.0f}")
     if rows:
-        console.print(table)
+        out.print(shown)
     pages = [f"Report: {path}" for path in paths if path.suffix == ".html"]
     for line in [*verdicts(study), *pages]:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        out.print(line, soft_wrap=True, markup=False, highlight=False)
 
 
 def _short(value: float) -> str:

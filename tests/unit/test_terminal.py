@@ -1,0 +1,35 @@
+"""Tables on a terminal and in a pipe: every character of a cell is printed."""
+
+from __future__ import annotations
+
+import pytest
+
+from mempipe.reports.terminal import WIDTH, console, table
+
+NAMES = [f"memsearcher-trained-at-{budget}" for budget in (512, 1024, 2048)]
+SETS = ["hotpotqa", "2wikimultihopqa", "musique", "bamboogle", "all sets"]
+
+
+def printed(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    shown = table("", *SETS, title="em, percent", right=SETS)
+    for name in NAMES:
+        shown.add_row(name, *["41.25 (38.1–100.0)"] * len(SETS))
+    console().print(shown)
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_pipe_has_a_line_for_each_row(capsys, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    lines = printed(capsys)
+    rows = [line for line in lines if line.startswith("│")]
+    assert [row.split()[1] for row in rows] == NAMES
+    assert all(row.count("41.25 (38.1–100.0) │") == len(SETS) for row in rows)
+    assert max(map(len, lines)) <= WIDTH
+
+
+def test_a_narrow_terminal_folds_what_does_not_fit(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "70")
+    lines = printed(capsys)
+    assert max(map(len, lines)) <= 70
+    first = "".join(line.split("│")[1].strip() for line in lines if line.startswith("│"))
+    assert first == "".join(NAMES) and "…" not in "".join(lines)
