@@ -37,16 +37,14 @@ class ProgramRenderer(Renderer[ProgramBudget]):
         super().__init__(tokenizer, system="", budget=budget)
         self.program, self.search = program, search
         self.template_tokens = len(tokenizer.encode_template(self._chat.before_user + self._chat.after_user))
-        self._frames = {"": self._chat}  # by the text of the system
         self._check_budget()
 
     def prompt(self, system: str, texts: Sequence[str], replies: dict[str, list[int]]) -> list[int]:
         """Returns a context up to its first sampled token. `texts` are the messages of user and assistant in turn, the
         last one of the user; `replies` are the tokens of what the policy has said in this trajectory.
         """
-        if system not in self._frames:
-            self._frames[system] = chat_frame(self.tokenizer, system=self._neutralize(system))
-        frame, encode = self._frames[system], self.tokenizer.encode_template
+        frame = chat_frame(self.tokenizer, system=self._neutralize(system)) if system else self._chat
+        encode = self.tokenizer.encode_template
         token_ids = [*encode(frame.before_user), *self.encode(texts[0]), *encode(frame.after_user)]
         for reply, text in zip(texts[1::2], texts[2::2], strict=True):
             said = replies[reply] if reply in replies else self.encode(reply)
