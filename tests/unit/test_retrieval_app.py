@@ -186,7 +186,7 @@ REFUSED = [
     ("/search", b'{"query": "Oslo", "partition": "\\ud800"}', 422, "partition '\\ud800' is none"),
     ("/search", NESTED, 422, "query is [[[["),
     ("/search", b"{nonsense", 422, "the body is not JSON"),
-    ("/search", b"\xff\xfe\x00", 400, "parsing the body"),
+    ("/search", b"\xff\xfe\x00", 400, "the body is not JSON in UTF-8"),
     ("/search", b'{"query": "Oslo", "top_n": 1' + b"0" * 1900 + b"}", 422, "top_n"),
     ("/search", b'{"query": "' + b"x" * 2000 + b'"}', 413, "the body has more than 2000 bytes"),
     ("/retrieve", b'{"queries": ["a", "b", "c", "d"]}', 422, "queries is"),

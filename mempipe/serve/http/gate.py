@@ -6,6 +6,7 @@ A plain ASGI middleware, without Ray and without FastAPI.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import re
 from collections.abc import Callable
@@ -61,7 +62,8 @@ class Gate:
     """ASGI middleware: reads the whole body first, bounds the requests in flight, and cancels a request when its client
     disconnects or its time is up.
 
-    - 415: the body is compressed; 413: it has more than `max_body_bytes`; 408: it did not arrive within BODY_TIMEOUT_S.
+    - 415: the body is compressed; 413: it has more than `max_body_bytes`; 408: it did not arrive within BODY_TIMEOUT_S;
+      400: it is not text.
     - 503 with Retry-After: `max_in_flight` requests are in flight, or `timeout_s` seconds have passed. A request whose
       owner has fewer in flight than another one waits up to `max_wait_s` seconds for its turn
       (`mempipe.serve.http.places`) before it is refused, and one with `Prefer: wait=N` up to N seconds.
@@ -118,6 +120,9 @@ class Gate:
             return
         if len(body) > self._max_body_bytes:
             await self._refuse(413, too_large(self._max_body_bytes), RETRY_AFTER_S)(scope, receive, send)
+            return
+        if not _is_text(body):
+            await self._refuse(400, "the body is not JSON in UTF-8", RETRY_AFTER_S)(scope, receive, send)
             return
         hung_up = asyncio.ensure_future(receive())  # nothing else can come after the body
         owner, now = scope.get("state", {}).get("owner", ""), asyncio.get_running_loop().time
@@ -198,6 +203,15 @@ class _Response:
         await self._send(message)
         self.has_started = True
         self.is_whole = message["type"] == "http.response.body" and not message.get("more_body", False)
+
+
+def _is_text(body: bytes) -> bool:
+    """Returns whether the JSON reader can decode the body."""
+    try:
+        body.decode(json.detect_encoding(body), "surrogatepass")
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _wished_wait(scope: Scope) -> float | None:
