@@ -14,8 +14,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import polars as pl
@@ -30,15 +31,18 @@ MARKS = "<!-- the table of benchmarks.quickstart_seeds -->\n", "<!-- its end -->
 CONFIG = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
 
 
-def main() -> int:
+def main(words: Sequence[str] | None = None) -> int:
+    words = sys.argv[1:] if words is None else words
+    overrides = [word for word in words if "=" in word and not word.startswith("-")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--output", default="runs/seeds")
     parser.add_argument("--plot", default="", help="an SVG of the learning curves and of the context by turn")
     parser.add_argument("--pages", type=Path, nargs="+", default=[], help="pages whose table of seeds is written anew")
-    parser.add_argument("overrides", nargs="*")
-    arguments = parser.parse_args()
-    rows = [run(seed, arguments.output, arguments.overrides) for seed in arguments.seeds]
+    parser.add_argument("overrides", nargs="*", help="settings of the trainings, key=value")
+    # Without the overrides: argparse would take one after --seeds for a number.
+    arguments = parser.parse_args([word for word in words if word not in overrides])
+    rows = [run(seed, arguments.output, overrides) for seed in arguments.seeds]
     table = pl.DataFrame(rows)
     with pl.Config(
         tbl_rows=-1,
@@ -73,7 +77,13 @@ def run(seed: int, output: str, overrides: list[str]) -> dict[str, float | str]:
         f"output={output}",
         "--resume-if-exists",
     ]
-    foreground([*command, *overrides])
+    try:
+        foreground([*command, *overrides])
+    except subprocess.CalledProcessError as error:
+        raise SystemExit(
+            f"seed {seed}: the training ended with exit code {error.returncode}; the reason is above, and the same "
+            "command resumes from there"
+        ) from error
     found = report(Path(output) / name)
 
     def interval(label: str) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.quickstart_seeds import MARKS, table_lines, write_table
+from benchmarks.quickstart_seeds import MARKS, main, table_lines, write_table
 
 ROOT = Path(__file__).parents[2]
 MEASURED = {
@@ -57,3 +57,11 @@ def test_a_page_without_the_marks_is_refused(tmp_path):
     page.write_text("# A page\n")
     with pytest.raises(ValueError, match="holds 0 tables between"):
         write_table(page, {2: MEASURED})
+
+
+@pytest.mark.slow
+def test_a_training_that_fails_ends_it_with_a_sentence(tmp_path, capfd):
+    """Also where settings follow the seeds."""
+    with pytest.raises(SystemExit, match="seed 3: the training ended with exit code 2; the reason is above"):
+        main(["--output", str(tmp_path), "--seeds", "3", "algorithm.group_size=none"])
+    assert "error: algorithm.group_size" in capfd.readouterr().err
