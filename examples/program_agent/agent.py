@@ -22,7 +22,7 @@ from mempipe.agents.tools import SearchLimits, SearchTool
 from mempipe.agents.turn import Agent, Turn
 from mempipe.types import EndReason, Question
 from mempipe.user_code import UserCodeError, load_user_object, user_code
-from program_agent.gateway import MESSAGE_BREAK, Gateway, client_of
+from program_agent.gateway import MESSAGE_BREAK, Gateway, client_of, is_of_limit
 from program_agent.rendering import ProgramBudget, ProgramRenderer
 
 
@@ -67,7 +67,7 @@ class ProgramAgent(Agent[ProgramRenderer]):
                 failure = error
         if gateway.fault is not None:  # the program saw only a reply with status 503
             raise gateway.fault
-        if failure is not None and (gateway.limit is None or not gateway.turns):
+        if failure is not None and not (gateway.turns and is_of_limit(failure)):
             raise failure
         if not gateway.turns:
             raise UserCodeError(f"agent.program asked nothing of the model for question {question.id}")
@@ -76,7 +76,7 @@ class ProgramAgent(Agent[ProgramRenderer]):
             finish(turn)
         if answer is not None:
             return EndReason.ANSWERED, answer
-        return gateway.limit or EndReason.NO_ACTION, None
+        return gateway.over or EndReason.NO_ACTION, None
 
     async def _answer(self, question: Question, client: AsyncOpenAI, gateway: Gateway) -> str | None:
         with user_code(f"agent.program failed for question {question.id}"):

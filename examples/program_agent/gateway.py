@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
-from openai import AsyncOpenAI
+from openai import APIStatusError, AsyncOpenAI
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse
@@ -30,8 +30,22 @@ Sample = Callable[..., Awaitable[Message]]
 RunSearches = Callable[[Turn, Sequence[tuple[str, int]]], Awaitable[list[Search]]]
 
 
+AT_LIMIT = "attempt_over"
+"""The code of an error that ends the attempt, not the run."""
+
+
 class Refused(ValueError):
     """A request that the gateway does not take; the program reads the message."""
+
+
+class AttemptOver(Exception):
+    """A request after which the policy writes nothing more: `reason` is how the attempt ends, unless the program has an
+    answer.
+    """
+
+    def __init__(self, reason: EndReason, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 @dataclass(slots=True, eq=False)
@@ -59,38 +73,39 @@ class Gateway:
     """Those in which the policy has written something."""
     fault: Exception | None = None
     """The error of engine or search that the program has met, also if it has caught it."""
-    limit: EndReason | None = None
-    """The limit that a request was refused for."""
+    over: EndReason | None = None
+    """How the attempt ends, unless the program has an answer."""
     _open: list[Open] = field(default_factory=list)
     _replies: dict[str, list[int]] = field(default_factory=dict)
     _num_messages: int = 0
     _early_searches: list[Search] = field(default_factory=list)
 
     async def complete(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Answers a chat completion. Raises Refused."""
+        """Answers a chat completion. Raises Refused and AttemptOver."""
         system, texts = _read(request)
         budget = self.renderer.budget
         if self._num_messages == budget.max_turns:
-            self.limit = EndReason.MAX_TURNS
-            raise Refused(f"budget.max_turns is {budget.max_turns}, and the policy has written as many messages")
+            raise AttemptOver(
+                EndReason.MAX_TURNS,
+                f"budget.max_turns is {budget.max_turns}, and the policy has written as many messages",
+            )
         self._num_messages += 1
         turn, added = self._continued(system, texts) or self._opened(system, texts)
         num_prompt_tokens = len(turn.token_ids) + len(added)
         room = budget.context_tokens - num_prompt_tokens
         if room < 1:
-            self.limit = EndReason.CONTEXT_LIMIT
-            raise Refused(
-                f"the messages have {num_prompt_tokens} tokens, and budget.context_tokens is {budget.context_tokens}"
+            raise AttemptOver(
+                EndReason.CONTEXT_LIMIT,
+                f"the messages have {num_prompt_tokens} tokens, and budget.context_tokens is {budget.context_tokens}",
             )
         is_new = not turn.token_ids
         turn.inject(added)
         message = await self._met(self.sample(turn, max_tokens=min(_max_tokens(request, budget.action_tokens), room)))
         if is_new:
             self.turns.append(turn)
-        if message.breaks_roles:
-            self.limit = EndReason.NO_ACTION
-            raise Refused("the policy wrote a mark of its chat template")
         turn.action += MESSAGE_BREAK * bool(turn.action) + message.text
+        if message.breaks_roles:
+            raise AttemptOver(EndReason.NO_ACTION, "the policy wrote a mark of its chat template")
         self._replies[message.text] = without_stop(turn.token_ids[num_prompt_tokens:], self.renderer)
         self._open.append(Open(turn, system, [*texts, message.text]))
         num_sampled = len(turn.token_ids) - num_prompt_tokens
@@ -152,6 +167,9 @@ async def client_of(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
             return JSONResponse(await gateway.complete(await request.json()))
         except Refused as refused:
             return _error(400, str(refused))
+        except AttemptOver as over:
+            gateway.over = over.reason
+            return _error(400, str(over), code=AT_LIMIT)
         except Exception:
             if gateway.fault is None:
                 raise
@@ -159,12 +177,22 @@ async def client_of(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
 
     app = Starlette(routes=[Route("/v1/chat/completions", chat_completions, methods=["POST"])])
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), trust_env=False) as http:
-        # The client takes httpx in all of its versions; the newest are annotated with httpx2 alone.
-        yield AsyncOpenAI(api_key="none", base_url="http://policy/v1", http_client=http, max_retries=0)  # pyrefly: ignore[bad-argument-type]
+        connection: Any = http  # the client takes httpx in all of its versions; the newest are annotated with httpx2
+        yield AsyncOpenAI(api_key="none", base_url="http://policy/v1", http_client=connection, max_retries=0)
 
 
-def _error(status: int, message: str) -> JSONResponse:
-    return JSONResponse({"error": {"message": message, "type": "invalid_request_error"}}, status_code=status)
+def is_of_limit(error: BaseException | None) -> bool:
+    """Returns whether the error, or one that led to it, is the gateway's reply that the attempt is over."""
+    while error is not None:
+        if isinstance(error, APIStatusError) and error.code == AT_LIMIT:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _error(status: int, message: str, *, code: str | None = None) -> JSONResponse:
+    error = {"message": message, "type": "invalid_request_error", "code": code}
+    return JSONResponse({"error": error}, status_code=status)
 
 
 def _read(request: dict[str, Any]) -> tuple[str, list[str]]:
@@ -172,7 +200,7 @@ def _read(request: dict[str, Any]) -> tuple[str, list[str]]:
     asked = {name for name, value in request.items() if value is not None and HARMLESS.get(name) != value}
     if unknown := sorted(asked - READ - IGNORED):
         raise Refused(f"{', '.join(unknown)}: not taken; the gateway takes {', '.join(sorted(READ | IGNORED))}")
-    messages = [(message["role"], _text(message["content"])) for message in request["messages"]]
+    messages = [(message.get("role"), _text(message.get("content"))) for message in request["messages"]]
     systems = [text for role, text in messages if role in ("system", "developer")]
     rest = [(role, text) for role, text in messages if role not in ("system", "developer")]
     roles = [role for role, _ in rest]

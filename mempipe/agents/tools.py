@@ -213,11 +213,9 @@ class Toolbox:
         and the group is tried again.
         """
         tool = self.own[call.tool]
-        if isinstance(tool, StatefulTool) and not self.started:
-            raise TypeError(
-                f"{call.tool} has a state for each attempt; use the tools of `async with toolbox.attempt(…)`"
-            )
         with user_code(f"agent.tools: {call.tool} failed for the call {call.text.strip()}"):
+            if isinstance(tool, StatefulTool) and not self.started:
+                raise TypeError("it has a state for each attempt; use the tools of `async with toolbox.attempt(…)`")
             texts = list(await tool.call(call.arguments))
             if wrong := [text for text in texts if not isinstance(text, str)]:
                 raise TypeError(f"it returned {wrong[0]!r} among its texts")

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
+
 from mempipe.config import RunConfig
 from mempipe.data.scripted_agents import ScriptedAgent
 from mempipe.data.world import World
-from mempipe.engines.tokenizer import HFTokenizer
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.rollout import make_renderer
 from mempipe.types import Completion, FinishReason, Question, SearchResult, Trajectory
 
 WORLD = World(5)
 QUESTIONS = WORLD.questions(60, seed=2)
+
+
+@functools.cache
+def tiny_tokenizer() -> HFTokenizer:
+    """The tokenizer of the world's tiny model."""
+    with tempfile.TemporaryDirectory() as folder:
+        build_tokenizer(folder)
+        return load_tokenizer(folder)
 
 
 async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:

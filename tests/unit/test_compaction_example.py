@@ -20,13 +20,12 @@ from compaction_agent.agent import CompactionRenderer
 from compaction_agent.script import ScriptedCompaction
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted_play import QUESTIONS, rollout, searches
+from scripted_play import QUESTIONS, rollout, searches, tiny_tokenizer
 from tagged_builders import PARTS, SEARCH, SEARCHES, TOKENIZER
 
 from mempipe.config import RunConfig
 from mempipe.data.scripted_agents import NO_NOISE, Noise
-from mempipe.engines.tiny import build_tokenizer as build_tiny_tokenizer
-from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.loader import load_config
 from mempipe.rollout import Control, make_agent
 from mempipe.settings import ConfigError
@@ -153,18 +152,13 @@ async def test_no_context_exceeds_its_budget_whatever_is_sampled(parts):
     assert_token_exact(played.contexts, engine)
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> HFTokenizer:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tiny_tokenizer(folder)
-    return load_tokenizer(str(folder))
-
-
 @pytest.mark.slow
-async def test_its_script_answers_every_question_of_a_world_and_compacts(tiny):
+async def test_its_script_answers_every_question_of_a_world_and_compacts():
     config, compacted = config_of("tiny_prompts.yaml"), 0
     for question in QUESTIONS:
-        played = await rollout(config, question, tiny, ScriptedCompaction(question=question.text, noise=NO_NOISE))
+        played = await rollout(
+            config, question, tiny_tokenizer(), ScriptedCompaction(question=question.text, noise=NO_NOISE)
+        )
         assert played.end_reason is EndReason.ANSWERED
         assert [(played.answer or "").strip()] == question.golden_answers
         assert len(searches(played)) == question.num_hops
@@ -174,11 +168,11 @@ async def test_its_script_answers_every_question_of_a_world_and_compacts(tiny):
 
 
 @pytest.mark.slow
-async def test_a_faulty_script_forgets_and_stays_in_its_grammar(tiny):
+async def test_a_faulty_script_forgets_and_stays_in_its_grammar():
     config, right = config_of("tiny_prompts.yaml"), 0
     for seed, question in enumerate(QUESTIONS):
         script = ScriptedCompaction(question=question.text, max_turns=6, noise=Noise(), seed=seed)
-        played = await rollout(config, question, tiny, script)
+        played = await rollout(config, question, tiny_tokenizer(), script)
         assert played.end_reason in (EndReason.ANSWERED, EndReason.MAX_TURNS)
         right += [(played.answer or "").strip()] == question.golden_answers
     assert right < len(QUESTIONS) / 2

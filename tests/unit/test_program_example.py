@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,11 @@ from program_agent.program import ask
 from program_agent.rendering import ProgramRenderer
 from program_agent.script import ScriptedProgram
 from pydantic import SecretStr
-from scripted_play import QUESTIONS, rollout, searches
+from scripted_play import QUESTIONS, rollout, searches, tiny_tokenizer
 
 from mempipe.config import RunConfig
 from mempipe.data.scripted_agents import NO_NOISE, Noise
-from mempipe.engines.tiny import build_tokenizer as build_tiny_tokenizer
-from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
@@ -184,6 +184,7 @@ async def test_a_search_before_the_first_message_belongs_to_the_first_context():
 async def test_how_it_ends(script, budget, reason):
     played, _, renderer = await play(script, **budget)
     assert (played.end_reason, played.answer) == (reason, None)
+    assert script[0] in played.contexts[0].action
     assert all(len(context.token_ids) <= renderer.budget.context_tokens for context in played.contexts)
 
 
@@ -216,6 +217,7 @@ async def test_a_program_may_answer_after_a_limit():
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "parts of type text"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"n": 2}, "n: not taken"),
+        ({"messages": [user("a"), {"role": "assistant", "tool_calls": []}, user("b")]}, "parts of type text"),
     ],
 )
 async def test_a_request_that_is_not_taken_ends_the_run_with_the_programs_line(changed, words):
@@ -230,7 +232,7 @@ async def test_a_request_that_is_not_taken_ends_the_run_with_the_programs_line(c
 async def test_a_shorter_limit_and_parts_of_a_text_are_taken():
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
         parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
-        reply = await client.chat.completions.create(model="x", messages=[user(parts)], max_completion_tokens=7)  # pyrefly: ignore
+        reply = await client.chat.completions.create(model="x", messages=[user(parts)], max_completion_tokens=7)
         assert reply.choices[0].finish_reason == "length" and reply.usage is not None
         assert reply.usage.completion_tokens <= 7
         return "done"
@@ -282,6 +284,44 @@ async def test_a_program_may_use_langchain():
 def test_a_program_that_cannot_be_called_is_refused_before_anything_starts(name, words):
     with pytest.raises(ConfigError, match=words):
         config_of(f"agent.program={name}")
+
+
+async def test_an_error_of_the_program_after_a_limit_is_not_the_limit():
+    """Where it has caught the limit, and then fails by itself."""
+
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        await ask(client, [user(question)])
+        with contextlib.suppress(APIStatusError):
+            await ask(client, [user(question)])
+        return {}["answer"]
+
+    with pytest.raises(UserCodeError, match="KeyError: 'answer'"):
+        await play(["Paris"], program, max_turns=1)
+
+
+async def test_a_limit_that_a_framework_wraps_is_the_limit():
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        await ask(client, [user(question)])
+        try:
+            return await ask(client, [user(question)])
+        except APIStatusError as error:
+            raise RuntimeError("the model failed") from error
+
+    played, _, _ = await play(["Paris"], program, max_turns=1)
+    assert (played.end_reason, played.answer) == (EndReason.MAX_TURNS, None)
+
+
+async def test_a_reply_may_be_sent_back_as_the_object_that_it_is():
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        messages: list[Any] = [user(question)]
+        for text in ("And?", "So?"):
+            reply = await client.chat.completions.create(model="policy", messages=messages)
+            messages += [reply.choices[0].message, user(text)]
+        return await ask(client, messages)
+
+    played, _, _ = await play(["one", "two", "three"], program)
+    assert played.answer == "three" and len(played.contexts) == 1
+    assert played.contexts[0].action.split("\n---\n") == ["one", "two", "three"]
 
 
 async def nothing(question: str, client: AsyncOpenAI, search: Any) -> str:
@@ -344,28 +384,23 @@ async def test_an_attempt_can_be_cancelled():
         await attempt
 
 
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory) -> HFTokenizer:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tiny_tokenizer(folder)
-    return load_tokenizer(str(folder))
-
-
 @pytest.mark.slow
-async def test_its_script_answers_every_question_of_a_world(tiny):
+async def test_its_script_answers_every_question_of_a_world():
     for question in QUESTIONS:
-        played = await rollout(config_of(), question, tiny, ScriptedProgram(question=question.text, noise=NO_NOISE))
+        played = await rollout(
+            config_of(), question, tiny_tokenizer(), ScriptedProgram(question=question.text, noise=NO_NOISE)
+        )
         assert played.end_reason is EndReason.ANSWERED
         assert [played.answer] == question.golden_answers
         assert len(searches(played)) == question.num_hops == len(played.contexts) - 1
 
 
 @pytest.mark.slow
-async def test_a_faulty_script_forgets_and_stays_in_its_grammar(tiny):
+async def test_a_faulty_script_forgets_and_stays_in_its_grammar():
     right = 0
     for seed, question in enumerate(QUESTIONS):
         script = ScriptedProgram(question=question.text, max_turns=6, noise=Noise(), seed=seed)
-        played = await rollout(config_of(), question, tiny, script)
+        played = await rollout(config_of(), question, tiny_tokenizer(), script)
         assert played.end_reason in (EndReason.ANSWERED, EndReason.NO_ACTION, EndReason.MAX_TURNS)
         right += [played.answer] == question.golden_answers
     assert right < len(QUESTIONS) / 2

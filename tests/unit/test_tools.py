@@ -300,7 +300,7 @@ async def test_errors_of_a_state_name_the_users_file(notes):
 async def test_a_state_is_not_shared_by_mistake(notes):
     toolbox = Toolbox(own=load_tools(["notes_tools:Write"]))
     write = toolbox.parse('{"name": "write", "arguments": {"text": "a"}}')
-    with pytest.raises(TypeError, match="write has a state for each attempt"):
+    with pytest.raises(UserCodeError, match=r"write failed for the call .*it has a state for each attempt"):
         await toolbox.use(write)
     async with toolbox.attempt(build_question()) as tools:
         assert (await tools.use(write)).texts == ["1 notes"]
