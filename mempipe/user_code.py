@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from mempipe.faults import InfrastructureFault
 from mempipe.settings import ConfigError
 
 _OURS = str(Path(__file__).parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
 
 class UserCodeError(RuntimeError):
@@ -76,10 +78,13 @@ def _described(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Returns file and line of the innermost frame that is neither ours nor the import system's."""
+    """Returns file and line of the innermost frame that is neither ours nor the import system's, outside libraries if
+    there is one: a library that the user's code calls raises for it.
+    """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}, line {error.lineno}"
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith("<")]
     own = [frame for frame in frames if not frame.filename.startswith(_OURS) and "importlib" not in frame.filename]
-    frame = (own or frames)[-1]
+    users = [frame for frame in own if not frame.filename.startswith(_LIBRARIES)]
+    frame = (users or own or frames)[-1]
     return f"{frame.filename}, line {frame.lineno}"

@@ -175,7 +175,14 @@ async def client_of(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
                 raise
             return _error(503, "the policy cannot be asked now")
 
-    app = Starlette(routes=[Route("/v1/chat/completions", chat_completions, methods=["POST"])])
+    async def elsewhere(request: Request) -> JSONResponse:
+        return _error(404, f"the gateway has no {request.url.path}; it takes chat.completions.create")
+
+    routes = [
+        Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+        Route("/{path:path}", elsewhere, methods=["GET", "POST", "DELETE"]),
+    ]
+    app = Starlette(routes=routes)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), trust_env=False) as http:
         connection: Any = http  # the client takes httpx in all of its versions; the newest are annotated with httpx2
         yield AsyncOpenAI(api_key="none", base_url="http://policy/v1", http_client=connection, max_retries=0)

@@ -225,7 +225,7 @@ async def test_a_request_that_is_not_taken_ends_the_run_with_the_programs_line(c
         request = {"model": "policy", "messages": [user("a")], "temperature": 0.5} | changed
         return (await client.chat.completions.create(**request)).choices[0].message.content
 
-    with pytest.raises(UserCodeError, match=f"agent.program failed for question .*{words}"):
+    with pytest.raises(UserCodeError, match=f"agent.program failed for question .*{words}.*example.py, line"):
         await play(["Paris"], program)
 
 
@@ -322,6 +322,16 @@ async def test_a_reply_may_be_sent_back_as_the_object_that_it_is():
     played, _, _ = await play(["one", "two", "three"], program)
     assert played.answer == "three" and len(played.contexts) == 1
     assert played.contexts[0].action.split("\n---\n") == ["one", "two", "three"]
+
+
+async def test_another_api_is_refused_by_name_with_the_programs_line():
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        return (await client.responses.create(model="policy", input=question)).output_text
+
+    with pytest.raises(
+        UserCodeError, match=r"no /v1/responses; it takes chat\.completions\.create .*example\.py, line"
+    ):
+        await play([], program)
 
 
 async def nothing(question: str, client: AsyncOpenAI, search: Any) -> str:

@@ -157,3 +157,11 @@ def test_faults_of_the_machinery_pass():
 
 def test_a_module_is_imported_by_its_name():
     assert import_user_module("json", setting="agent.name").loads("1") == 1
+
+
+def test_an_error_of_a_library_names_the_users_line_that_called_it(tmp_path, monkeypatch):
+    (tmp_path / "calls_a_library.py").write_text("import json\n\ndef broken():\n    return json.loads('{')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    broken = load_user_object("calls_a_library:broken", setting="reward.function")
+    with pytest.raises(UserCodeError, match=r"JSONDecodeError.*calls_a_library\.py, line 4\)"), user_code("it failed"):
+        broken()
