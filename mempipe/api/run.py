@@ -180,7 +180,7 @@ def _attempt(each: Traced) -> dict[str, Any]:
         "f1": attempt.f1,
         "reward": attempt.reward,
         "end_reason": str(attempt.end_reason),
-        "turns": num_turns(attempt, growing=each.text.full_history),
+        "turns": num_turns(attempt, growing=not each.text.has_memory),
         "tokens": sum(len(context.loss_mask) for context in attempt.contexts),
         "memory": (last.memory_after or last.memory_before) if last is not None else "",
     }
@@ -205,14 +205,14 @@ _ATTEMPT: dict[str, Any] = {
 
 def _turns(each: Traced) -> list[dict[str, Any]]:
     question, attempt = each.question, each.trajectory
-    has_facts = bool(question.evidence) and not each.text.full_history
+    has_facts = bool(question.evidence) and each.text.has_memory
     shared = {
         "phase": each.phase,
         "question_id": question.id,
         "member": attempt.member,
         "hops": question.num_hops or None,
         "em": attempt.em,
-        "first_cause": causes_text(first_causes(attempt, question, growing=each.text.full_history)),
+        "first_cause": causes_text(first_causes(attempt, question, growing=not each.text.has_memory)),
     }
     rows = []
     for index, (context, states) in enumerate(zip(attempt.contexts, fact_states(attempt, question), strict=True)):

@@ -66,7 +66,7 @@ def automatic_counts(traced: Sequence[Traced]) -> dict[tuple[str, int], MemoryQu
 
 
 def _memory_turns(traced: Traced) -> Iterator[int]:
-    if not traced.text.full_history:
+    if traced.text.has_memory:
         yield from (i for i in range(len(traced.trajectory.contexts)) if is_memory_turn(traced.trajectory, i))
 
 

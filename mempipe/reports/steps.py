@@ -29,16 +29,16 @@ class ActionText:
     """Returns the thought in a message."""
     messages: Callable[[str], list[str]] = whole_text
     """Returns the messages in the text of a context."""
-    full_history: bool = False
-    """The agent writes no memory."""
+    has_memory: bool = True
+    """The contexts of the agent hand on a memory."""
 
     @classmethod
     def of(cls, spec: AgentSpec) -> ActionText:
-        return cls(thought=spec.thought, messages=spec.messages, full_history=not spec.has_memory)
+        return cls(thought=spec.thought, messages=spec.messages, has_memory=spec.has_memory)
 
     def wrote_memory(self, trajectory: Trajectory, index: int) -> bool:
         """Returns whether the context of that index wrote a memory or had to."""
-        return not self.full_history and is_memory_turn(trajectory, index)
+        return self.has_memory and is_memory_turn(trajectory, index)
 
 
 UNKNOWN_AGENT = ActionText()

@@ -66,7 +66,7 @@ def trajectory_lines(question: Question, trajectory: Trajectory, *, text: Action
     for shown in shown_contexts(trajectory, text):
         context, first = shown.context, shown.turns[0][0]
         lines.append(f"  turn {first}: {shown.sizes}")
-        if not text.full_history:
+        if text.has_memory:
             lines.append(f"    memory   {context.memory_before or '(empty)'}")
         if context.chunk:
             lines.append(f"    chunk    {_one_line(context.chunk)}")
