@@ -29,6 +29,7 @@ OFTEN_SET = (
     "num_steps",
     "model.path",
     "agent.name",
+    "agent.program",
     "budget.memory_tokens",
     "budget.chunk_tokens",
     "budget.max_turns",

@@ -47,12 +47,12 @@ class RoleMarks:
 
 def chat_frame(tokenizer: Tokenizer, *, system: str) -> ChatFrame:
     """Raises ConfigError when the chat template refuses, repeats or skips messages."""
-    shows_system = bool(system) and _shows_system(tokenizer)
-    prompt = _render(tokenizer, ["user"], system=shows_system)
+    in_system = bool(system) and shows_system(tokenizer)
+    prompt = _render(tokenizer, ["user"], system=in_system)
     before_user, after_user = _split_at(USER, prompt)
-    turns = _split_at(ACTION, _render(tokenizer, ["user", "assistant", "user"], system=shows_system))[1]
+    turns = _split_at(ACTION, _render(tokenizer, ["user", "assistant", "user"], system=in_system))[1]
     after_action, after_observation = _split_at(OBSERVATION, turns)
-    if shows_system:
+    if in_system:
         before_user = before_user.replace(SYSTEM, system)
     elif system:  # no system role: its text goes before the user's
         before_user = f"{before_user}{system}\n\n"
@@ -87,7 +87,7 @@ def role_marks(tokenizer: Tokenizer, *, tags: Sequence[str]) -> RoleMarks:
     would be broken. Words behind a special token (`<|im_start|>user`) cannot be forged. Raises ConfigError for a
     template that has words alone between a user's message and the assistant's.
     """
-    rendered = _render(tokenizer, ["user", "assistant", "user"], system=_shows_system(tokenizer))
+    rendered = _render(tokenizer, ["user", "assistant", "user"], system=shows_system(tokenizer))
     before, *between = _MESSAGES.split(rendered)
     special = re.compile("|".join(sorted(map(re.escape, tokenizer.special_tokens), key=len, reverse=True)) or r"(?!)")
     no_marks = {form for tag in (*tags, "think") for form in (f"<{tag}>", f"</{tag}>")}
@@ -128,7 +128,7 @@ def _render(tokenizer: Tokenizer, roles: Sequence[str], *, system: bool) -> str:
         raise ConfigError(f"the chat template refuses a conversation of user, assistant and user: {error}") from error
 
 
-def _shows_system(tokenizer: Tokenizer) -> bool:
+def shows_system(tokenizer: Tokenizer) -> bool:
     """Returns whether the template takes a system message and shows its text."""
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": USER}]
     try:

@@ -48,8 +48,8 @@ class AgentConfig(Section):
 
     name: str = "memsearcher"
     """memsearcher (arXiv 2511.02805), memagent (2507.02259), memtrain (2606.03197), mem1 (2506.15841), react (full
-    history, 2503.09516), full_text (the whole text in one context), or the module of your own agent
-    (docs/extending.md)."""
+    history, 2503.09516), full_text (the whole text in one context), program (any program that asks a model,
+    docs/programs.md), or the module of your own agent (docs/extending.md)."""
     prompts: str = ""
     """A built-in prompt set (`mempipe/agents/prompts/NAME.yaml`) or the path of a YAML file with the same keys; empty:
     the agent's own. With `base: NAME` a file needs only the texts that differ from that built-in set.

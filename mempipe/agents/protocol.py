@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from mempipe.agents.tools import InvalidCall, Toolbox, ToolCall
 from mempipe.text import BOX
@@ -64,8 +64,12 @@ class Tokenizer(Protocol):
         """Returns the text of the ids, special tokens included."""
         ...
 
-    def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        """Applies the chat template to role/content messages. Raises ChatTemplateError when it refuses them."""
+    def render_chat(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
+        """Applies the chat template to role/content messages, and to tools in OpenAI's form. Raises ChatTemplateError
+        when it refuses them.
+        """
         ...
 
 

@@ -26,6 +26,7 @@ BUILT_IN = {
     "mem1": "mempipe.agents.mem1",
     "react": "mempipe.agents.react",
     "full_text": "mempipe.agents.full_text",
+    "program": "mempipe.agents.program.agent",
 }
 """Name of an agent: the module that holds its `AGENT`."""
 

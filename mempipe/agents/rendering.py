@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, Self, TypeVar
 
@@ -142,6 +142,22 @@ class Renderer(Generic[B]):
             return True
         written = self.tokenizer.decode(token_ids) if self._role_texts else ""
         return any(mark in written for mark in self._role_texts)
+
+    def length_until(self, token_ids: Sequence[int], ends: Callable[[str], bool]) -> int | None:
+        """Returns the least number of the ids whose text `ends` is true for, None if it is not for all of them. What is
+        true for a text must be true for every longer one.
+        """
+
+        def ended(length: int) -> bool:
+            return ends(self.tokenizer.decode(token_ids[:length]))
+
+        low, high = 0, len(token_ids)  # not ended, ended
+        if not ended(high):
+            return None
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if ended(middle) else (middle, high)
+        return high
 
     def _checked_empty_memory(self, text: str) -> list[int]:
         token_ids, limit = self.encode(text), self.budget.memory_limit

@@ -102,7 +102,7 @@ class TaggedRenderer(SearchRenderer[S]):
     def parse(self, token_ids: list[int], *, finish: FinishReason) -> TaggedMessage:
         """Parses the message that was sampled, stop token included."""
         body = without_stop(token_ids, self)
-        kept = body[: self._action_length(body)]
+        kept = body[: self.length_until(body, lambda text: _ACTION_END.search(text) is not None)]
         text = self.tokenizer.decode(kept)
         end = _ACTION_END.search(text)
         _, opened, content = text[: end.start()].partition(f"<{end[1]}>") if end else ("", "", "")
@@ -117,21 +117,6 @@ class TaggedRenderer(SearchRenderer[S]):
             return TaggedMessage(token_ids=kept, text=text, query=self.search.checked_query(content))
         except InvalidCall:
             return TaggedMessage(token_ids=kept, text=text, fault=EndReason.INVALID_CALL)
-
-    def _action_length(self, body: list[int]) -> int:
-        """Returns the number of ids up to the one in which the first closing tag ends; of all ids when there is
-        none."""
-
-        def holds_action(length: int) -> bool:
-            return _ACTION_END.search(self.tokenizer.decode(body[:length])) is not None
-
-        if not holds_action(len(body)):
-            return len(body)
-        low, high = 0, len(body)  # a prefix of `low` ids holds no action, one of `high` does
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if holds_action(middle) else (middle, high)
-        return high
 
     def _turns_left(self, number: int) -> list[int]:
         return self.encode(str(number)) if "turns_left" in self._observation.slots else []

@@ -68,6 +68,11 @@ class Turn:
     def inject(self, token_ids: Sequence[int]) -> None:
         self._append(token_ids, mask=0, logprobs=[0.0] * len(token_ids), versions=[-1] * len(token_ids))
 
+    def cut(self, num_tokens: int) -> None:
+        """Keeps the first `num_tokens` tokens."""
+        for values in (self.token_ids, self.loss_mask, self.logprobs, self.policy_versions):
+            del values[num_tokens:]
+
     def sample(self, completion: Completion, *, num_kept: int | None = None) -> None:
         """Appends the sampled tokens, or the first `num_kept` of them."""
         if not self.num_prompt_tokens:
@@ -166,14 +171,18 @@ class Agent(ABC, Generic[R]):
         )
         return completion
 
-    async def _sample(self, turn: Turn, *, max_tokens: int) -> Message:
-        """Samples a whole message and appends it to the turn."""
+    async def _sample(self, turn: Turn, *, max_tokens: int, stop_texts: Sequence[str] = ()) -> Message:
+        """Samples a message and appends it to the turn: the whole one, or up to the first of `stop_texts`."""
         completion = await self._complete(turn, max_tokens=max_tokens)
-        turn.sample(completion)
         body = without_stop(completion.token_ids, self.renderer)
+        length = None
+        if stop_texts:
+            length = self.renderer.length_until(body, lambda text: any(stop in text for stop in stop_texts))
+        turn.sample(completion, num_kept=length)
+        body = body[:length]
         return Message(
             text=self.renderer.tokenizer.decode(body),
-            cut_off=completion.finish_reason is FinishReason.LENGTH,
+            cut_off=length is None and completion.finish_reason is FinishReason.LENGTH,
             breaks_roles=self.renderer.breaks_roles(body),
         )
 

@@ -44,7 +44,8 @@ def hash_inputs(config: RunConfig) -> dict[str, str]:
     """Returns the hashes of the run's inputs, by setting; "" for a file that is not on this machine, and for the
     prompts of a user-defined agent, which may not accept the test question."""
     train, index, model = config.data.train, config.retrieval.index, config.model.path
-    has_prompts = model and model_folder(model) is not None and config.agent.name in BUILT_IN
+    is_ours = config.agent.name in BUILT_IN and config.agent_spec.prompts is not None
+    has_prompts = model and model_folder(model) is not None and is_ours
     return {
         "data.train": files_sha256(train) if train and (is_remote(train) or Path(train).exists()) else "",
         "model.path": model_sha256(model),

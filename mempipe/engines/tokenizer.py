@@ -11,6 +11,7 @@ import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 from jinja2 import TemplateError
@@ -101,10 +102,12 @@ class HFTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return self._trusted.decode(list(token_ids), skip_special_tokens=False)
 
-    def render_chat(self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def render_chat(
+        self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
+    ) -> str:
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except TemplateError as error:
             raise ChatTemplateError(str(error)) from error

@@ -153,8 +153,11 @@ def test_promise_2_whatever_is_asked_found_read_and_sampled_only_the_template_ma
     if agent in ("memsearcher", "memagent", "memtrain"):
         budget |= {"memory_tokens": 60, "memory_message_tokens": 120}
     reads = {"memagent": {"chunk_tokens": 40}, "memtrain": {"chunk_tokens": 40}, "full_text": {"document_tokens": 4000}}
+    reads["program"] = {"max_turns": 4}
     budget |= reads.get(agent, {"observation_tokens": 200, "max_turns": 3})
-    renderer = make_renderer(parse_config({"agent": {"name": agent}, "budget": budget}), tokenizer=tokenizer)
+    named = {"name": agent, "program": "passing_program:solve"} if agent == "program" else {"name": agent}
+    config = parse_config({"agent": named, "budget": budget})
+    renderer = make_renderer(config, tokenizer=tokenizer)
     marks = [*renderer._role_texts, *(tokenizer.decode([i]) for i in renderer._role_marks)]
     tags = [f"<{slash}{tag}>" for tag in renderer.TAGS for slash in ("", "/")]
     parts = [*PARTS, *marks, *marks, *(mark[1:] for mark in marks), *(mark[:-1] for mark in marks), *tags]
@@ -181,7 +184,7 @@ def test_promise_2_whatever_is_asked_found_read_and_sampled_only_the_template_ma
     def count(ids: Sequence[int], mark: str) -> int:
         return tokenizer.decode(ids).count(mark)
 
-    spec = parse_config({"agent": {"name": agent}, "budget": budget}).agent_spec
+    spec = config.agent_spec
     num_contexts = 0
     for number in range(4):
         passages = [Passage(id=str(i), title=hostile(4), text=hostile(8)) for i in range(3)]

@@ -78,7 +78,7 @@ def test_a_config_holds_no_setting_that_its_agent_does_not_use(capsys):
         for setting in ("retrieval.index", "reward.recall_weight", "reward.attempt_score", "reward.memory_token_cost")
     }
     assert have == {
-        "retrieval.index": {"memsearcher", "mem1", "react"},
+        "retrieval.index": {"memsearcher", "mem1", "react", "program"},
         "reward.recall_weight": {"memtrain"},
         "reward.attempt_score": {"react"},
         "reward.memory_token_cost": {"memsearcher", "memagent", "memtrain", "mem1"},

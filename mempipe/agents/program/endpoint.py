@@ -1,0 +1,136 @@
+"""The gateway as an OpenAI API: for a client in this process, and at a port for programs in other processes."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import secrets
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
+
+import httpx
+import uvicorn
+from openai import APIStatusError, AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mempipe.agents.program.chat_completions import events
+from mempipe.agents.program.gateway import AttemptOver, Gateway
+from mempipe.agents.program.rendering import Refused
+
+_AT_LIMIT = "attempt_over"
+"""The code of an error that ends the attempt, not the run."""
+
+
+@asynccontextmanager
+async def client_of(gateway: Gateway) -> AsyncIterator[AsyncOpenAI]:
+    """Yields a client of the gateway. Nothing listens on a port: requests and replies stay in this process."""
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(_app(gateway, key="none")), trust_env=False) as http:
+        connection: Any = http  # the client takes httpx in all of its versions; the newest are annotated with httpx2
+        yield AsyncOpenAI(api_key="none", base_url="http://policy/v1", http_client=connection, max_retries=0)
+
+
+@asynccontextmanager
+async def listening(gateway: Gateway) -> AsyncIterator[tuple[str, str]]:
+    """Yields the base URL at which this machine's programs reach the gateway, and the key that they must send."""
+    key = secrets.token_urlsafe(24)
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+        config = uvicorn.Config(_app(gateway, key=key), lifespan="off", log_config=None, access_log=False, ws="none")
+        server = _Server(config)
+        serving = asyncio.create_task(server.serve([listener]))
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1", key
+        finally:
+            server.should_exit = server.force_exit = True
+            await serving
+
+
+def is_of_limit(error: BaseException | None) -> bool:
+    """Returns whether the error, or one that led to it, is the gateway's reply that the attempt is over."""
+    while error is not None:
+        if isinstance(error, APIStatusError) and error.code == _AT_LIMIT:
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+class _Server(uvicorn.Server):
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield  # the signals of the process are not the server's
+
+
+def _app(gateway: Gateway, *, key: str) -> Starlette:
+    def route(path: str, method: str, answer: Callable[[Any], Awaitable[Response]]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            if not hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode()):
+                return _error(401, "the key is not that of this attempt; it is in OPENAI_API_KEY")
+            try:
+                body = json.loads(await request.body()) if method == "POST" else None
+                return await _unless_gone(request, answer(body))
+            except AttemptOver as over:
+                return _error(400, str(over), code=_AT_LIMIT)
+            except (Refused, json.JSONDecodeError, UnicodeDecodeError) as refused:
+                return _error(400, str(refused))
+            except Exception as error:
+                gateway.fail(error)
+                return _error(503, "the policy cannot be asked now")
+
+        return Route(path, endpoint, methods=[method])
+
+    async def complete(body: Any) -> Response:
+        request = gateway.read(body)
+        completion = await gateway.complete(request)
+        if not request.streams:
+            return JSONResponse(completion)
+        return Response("".join(events(completion, with_usage=request.streams_usage)), media_type="text/event-stream")
+
+    async def search(body: Any) -> Response:
+        query = body.get("query") if isinstance(body, dict) else None
+        if not isinstance(query, str):
+            raise Refused('expected {"query": a text}')
+        return JSONResponse({"passages": await gateway.search(query)})
+
+    async def models(_: None) -> Response:
+        return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "mempipe"}]})
+
+    async def elsewhere(request: Request) -> Response:
+        return _error(
+            404, f"the gateway has no {request.url.path}; it takes chat.completions.create, models.list and /v1/search"
+        )
+
+    routes = [
+        route("/v1/chat/completions", "POST", complete),
+        route("/v1/search", "POST", search),
+        route("/v1/models", "GET", models),
+        Route("/{path:path}", elsewhere, methods=["GET", "POST", "DELETE"]),
+    ]
+    return Starlette(routes=routes)
+
+
+async def _unless_gone(request: Request, answer: Awaitable[Response]) -> Response:
+    """Waits for the answer, and cancels it when the client has given up the request: it would be trained on, although
+    the program has never read it.
+    """
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    answering, leaving = asyncio.ensure_future(answer), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        return answering.result() if answering.done() else Response(status_code=499)
+    finally:
+        answering.cancel()
+        leaving.cancel()
+
+
+def _error(status: int, message: str, *, code: str | None = None) -> JSONResponse:
+    error = {"message": message, "type": "invalid_request_error", "code": code}
+    return JSONResponse({"error": error}, status_code=status)
