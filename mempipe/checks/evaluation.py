@@ -8,7 +8,7 @@ from pathlib import Path
 from mempipe.checks.findings import Finding, fatal, ok, refused
 from mempipe.checks.machine import Devices, check_cluster, check_writable
 from mempipe.checks.models import check_hub, check_model
-from mempipe.checks.run import check_prompts, check_retrieval, place_roles
+from mempipe.checks.run import check_agent, check_retrieval, place_roles
 from mempipe.config import RunConfig
 from mempipe.data.input_files import is_remote
 from mempipe.data.qa import understood
@@ -55,11 +55,11 @@ def check_benchmark(benchmark: Benchmark, *, data_dir: str) -> Finding:
 
 def _run_here(run: EvaluatedRun, config: RunConfig, devices: Devices | None) -> list[Finding]:
     if run.endpoint is not None:
-        return [*_tokenizer(config.model.path), *check_prompts(config), *check_retrieval(config)]
+        return [*_tokenizer(config.model.path), *check_agent(config), *check_retrieval(config)]
     room = config.budget.context_tokens
     return [
         *check_model(config.model.path, setting=_setting(run), context_tokens=room),
-        *check_prompts(config),
+        *check_agent(config),
         *check_retrieval(config),
         *place_roles(config, devices, training=False),
     ]

@@ -33,7 +33,7 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
     `devices` describes a cluster that is elsewhere. None means this machine's, or those of the cluster that the run
     connects to, which are counted there.
     """
-    findings = [_folder(config, resume), *check_prompts(config), *_lengths(config), *_correction(config)]
+    findings = [_folder(config, resume), *check_agent(config), *_lengths(config), *_correction(config)]
     findings += _tracking(config)
     if config.world is not None:
         findings += _world(config)
@@ -43,8 +43,14 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
     return findings if any(finding.fatal for finding in findings) else [*findings, *ask_network(config)]
 
 
-def check_prompts(config: RunConfig) -> list[Finding]:
-    """Checks that the agent's prompt set can be read and, with budget.memory_choices, states the limit."""
+def check_agent(config: RunConfig) -> list[Finding]:
+    """Checks that the agent finds what its settings name, and that its prompt set can be read and, with
+    budget.memory_choices, states the limit.
+    """
+    try:
+        config.agent.check()
+    except ConfigError as error:
+        return [refused(error)]
     kind, name = config.agent_spec.prompts, config.agent.prompts or config.agent.name
     if kind is None or not (config.agent.prompts or name in BUILT_IN):  # an agent of your own finds its own texts
         return []

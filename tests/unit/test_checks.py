@@ -28,7 +28,7 @@ from mempipe.checks.findings import Finding
 from mempipe.checks.inputs import hash_inputs
 from mempipe.checks.machine import Devices
 from mempipe.checks.roles import check_roles
-from mempipe.checks.run import check_prompts, check_run
+from mempipe.checks.run import check_agent, check_run
 from mempipe.cli import main
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.doctor import examine
@@ -376,9 +376,9 @@ def test_an_agent_of_ones_own_may_have_its_own_prompts_when_none_are_named(setti
     spec = agent_spec("memsearcher")
     monkeypatch.setitem(sys.modules, "own_lab.agent", SimpleNamespace(AGENT=spec))
     own = parse_config(settings | {"agent": {"name": "own_lab.agent"}})
-    assert check_prompts(own) == []
+    assert check_agent(own) == []
     named = parse_config(settings | {"agent": {"name": "own_lab.agent", "prompts": "nowhere.yaml"}})
-    (problem,) = fatals(check_prompts(named))
+    (problem,) = fatals(check_agent(named))
     assert problem.startswith("agent.prompts is 'nowhere.yaml': neither a built-in prompt set")
 
 

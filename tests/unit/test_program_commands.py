@@ -15,6 +15,7 @@ import pytest
 from agent_builders import Library, ScriptedEngine, Step, assert_token_exact, build_question, build_tokenizer
 
 from mempipe.agents.program.programs import ProgramStopped
+from mempipe.checks.run import check_run
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
@@ -236,12 +237,14 @@ async def test_a_request_that_it_gives_up_is_no_context(command):
     ("program", "words"),
     [
         ("[]", "agent.program is empty"),
-        ("[no-such-command, x]", "there is no command 'no-such-command'"),
+        ("[no-such-command, x]", "the command 'no-such-command' is neither in PATH nor in"),
     ],
 )
-async def test_a_command_that_is_none_is_refused_before_anything_starts(program, words):
+def test_a_command_that_is_none_is_refused_before_anything_starts(program, words):
+    config = load_config(EXAMPLE, ["agent.name=program", f"agent.program={program}", "warm_start=null"])
+    assert [words in finding.text for finding in check_run(config) if finding.fatal] == [True]
     with pytest.raises(ConfigError, match=words):
-        await play([], program)  # type: ignore[arg-type]
+        make_agent(config, tokenizer=TOKENIZER, generate=ScriptedEngine(TOKENIZER, []), search=Library())
 
 
 async def ended(pid: int) -> bool:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
+import shutil
 from collections.abc import Awaitable, Callable
 
 from pydantic import Field, field_validator
@@ -45,6 +47,18 @@ class ProgramConfig(AgentConfig):
             raise ValueError(f"agent.program is {program!r}, which is not an async function")
         return program
 
+    def check(self) -> None:
+        if not self.program:
+            raise ConfigError(
+                "agent.program is empty; expected MODULE:NAME of an async function, or a command as a list of words, "
+                "e.g. [python, my_program.py]"
+            )
+        if isinstance(self.program, list) and shutil.which(self.program[0]) is None:
+            raise ConfigError(
+                f"agent.program is {self.program!r}: the command {self.program[0]!r} is neither in PATH nor in "
+                f"{os.getcwd()}"
+            )
+
 
 def renderer(
     config: ProgramConfig, budget: ProgramBudget, *, limits: SearchLimits, tokenizer: Tokenizer
@@ -52,11 +66,7 @@ def renderer(
     """Returns the renderer that these settings describe. Raises ConfigError when they name no program, or a command
     that does not exist.
     """
-    if not config.program:
-        raise ConfigError(
-            "agent.program is empty; expected MODULE:NAME of an async function, or a command as a list of words, e.g. "
-            "[python, my_program.py]"
-        )
+    config.check()
     program: Program
     if isinstance(config.program, str):
         program = FunctionProgram(_function(config.program), timeout_s=config.timeout_s)

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import shlex
-import shutil
 import signal
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
@@ -18,7 +17,6 @@ from weakref import WeakKeyDictionary
 from mempipe.agents.program.endpoint import client_of, is_of_limit, listening
 from mempipe.agents.program.gateway import Gateway
 from mempipe.faults import InfrastructureFault
-from mempipe.settings import ConfigError
 from mempipe.text import replace_surrogates
 from mempipe.types import Question
 from mempipe.user_code import UserCodeError, user_code
@@ -82,14 +80,6 @@ class CommandProgram:
     timeout_s: float
     max_processes: int
     _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=WeakKeyDictionary)
-
-    def __post_init__(self) -> None:
-        """Raises ConfigError when there is no such command."""
-        if shutil.which(self.command[0]) is None:
-            raise ConfigError(
-                f"agent.program is {self.command!r}: there is no command {self.command[0]!r}, neither in PATH nor in "
-                f"{os.getcwd()}"
-            )
 
     async def answer(self, question: Question, gateway: Gateway) -> str | None:
         places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_processes))
