@@ -624,6 +624,40 @@ async def test_a_request_that_is_given_up_leaves_its_context_as_it_was():
     assert "slow" not in TOKENIZER.decode(played.contexts[0].token_ids)
 
 
+@pytest.mark.parametrize("query", [" ", "\ud800", "long " * 1000])
+async def test_whatever_the_policy_asks_for_the_search_takes_it(query):
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        await ask(client, [user(question)])
+        return str(len(await search(query)))
+
+    played, _, renderer = await play(["Paris"], program)
+    assert (played.answer == "0") == (not query.strip())
+    assert all(0 < len(asked) <= renderer.search.max_query_chars for asked in searches(played))
+
+
+async def test_a_request_that_the_program_leaves_behind_is_no_part_of_a_context():
+    left: list[asyncio.Task[str]] = []
+
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        messages: Messages = [user(question)]
+        messages += [assistant(await ask(client, messages)), user("slow")]
+        left.append(asyncio.create_task(ask(client, messages)))
+        await asyncio.sleep(0.1)
+        return "Rome"
+
+    engine = ScriptedEngine(TOKENIZER, ["Paris"])
+
+    async def generate(token_ids: list[int], *, max_tokens: int) -> Completion:
+        if "slow" in TOKENIZER.decode(token_ids):
+            await asyncio.Event().wait()
+        return await engine(token_ids, max_tokens=max_tokens)
+
+    played, _, _ = await play([], program, generate=generate)
+    await asyncio.wait(left)
+    assert_token_exact(played.contexts, engine)
+    assert [mask for mask, _ in segments(played.contexts[0])] == [0, 1]
+
+
 async def test_a_program_has_a_deadline():
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
         await ask(client, [user(question)])

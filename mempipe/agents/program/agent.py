@@ -95,6 +95,8 @@ class ProgramAgent(Agent[ProgramRenderer]):
             if not gateway.turns:
                 raise UserCodeError(f"agent.program failed for question {question.id}: {error}") from error
             answer = None
+        finally:
+            await gateway.close()
         if gateway.fault is not None:
             raise gateway.fault
         if not gateway.turns:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,8 @@ class Gateway:
     _calls: dict[str, Calls] = field(default_factory=dict)
     _num_messages: int = 0
     _early_searches: list[Search] = field(default_factory=list)
+    _running: set[asyncio.Task[Any]] = field(default_factory=set)
+    _closed: bool = False
 
     def read(self, body: Any) -> ChatRequest:
         """Reads the body of a chat completion. Raises Refused."""
@@ -72,6 +75,24 @@ class Gateway:
         """Returns the chat completion. Raises AttemptOver, Refused when the model's chat template does not render the
         request, and what engine and search raise.
         """
+        if self._closed:
+            raise AttemptOver(EndReason.NO_ACTION, "the program has ended")
+        task = asyncio.current_task()
+        assert task is not None
+        self._running.add(task)
+        try:
+            return await self._complete(request)
+        finally:
+            self._running.discard(task)
+
+    async def close(self) -> None:
+        """Gives up the requests that the program has left behind, and refuses further ones."""
+        self._closed = True
+        for task in self._running:
+            task.cancel()
+        await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def _complete(self, request: ChatRequest) -> dict[str, Any]:
         budget = self.renderer.budget
         if self._num_messages == budget.max_turns:
             raise self._ended(
@@ -123,12 +144,18 @@ class Gateway:
         )
 
     async def search(self, query: str) -> list[str]:
-        """Returns the texts of the passages, best first. The search belongs to the newest context. Raises what the
-        search raises, which is noted as the attempt's fault too.
+        """Returns the texts of the passages, best first. The search belongs to the newest context. An empty query finds
+        nothing and a long one is cut, since the policy may have written them.
+
+        Raises what the search raises, which is noted as the attempt's fault too.
         """
+        tool = self.renderer.search
+        query = replace_surrogates(query.strip())[: tool.max_query_chars]
+        if not query:
+            return []
         turn = self.turns[-1] if self.turns else Turn(index=0, question_ids=[], memory=Memory())
         try:
-            found = await self.run_searches(turn, [(query, self.renderer.search.num_passages)])
+            found = await self.run_searches(turn, [(query, tool.num_passages)])
         except Exception as error:
             self.fail(error)
             raise
