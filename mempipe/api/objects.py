@@ -36,8 +36,8 @@ objects are in a separate file."""
 
 def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> dict[str, Any]:
     """Returns settings with the name of each Python object in its place: `agent` and `agent.name` (an AgentSpec or its
-    module), `agent.tools` (classes), `reward`, `reward.function` and `reward.per_turn` (functions; the last may be a
-    mapping from functions to weights), `tracking.writers` (classes).
+    module), `agent.tools` (classes), `agent.program` (a function), `reward`, `reward.function` and `reward.per_turn`
+    (functions; the last may be a mapping from functions to weights), `tracking.writers` (classes).
 
     An object that no module holds goes into a module in `folder`; None: into one of this process alone. Raises
     ConfigError for an object that has no place there.
@@ -51,6 +51,8 @@ def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> di
             agent["name"] = _agent_module(agent["name"])
         if isinstance(agent.get("tools"), list | tuple):
             agent["tools"] = [passed.name(tool, setting="agent.tools") for tool in agent["tools"]]
+        if callable(agent.get("program")):
+            agent["program"] = passed.name(agent["program"], setting="agent.program")
         result["agent"] = agent
     if callable(reward):
         reward = {"function": reward}

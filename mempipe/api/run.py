@@ -121,8 +121,8 @@ def train(
 
     `config` is a run's YAML file, or its settings as a mapping or a RunConfig. `overrides` replace settings, by section
     or with dots: `num_steps=30`, `algorithm={"group_size": 8}` or `**{"algorithm.group_size": 8}`; `mempipe config`
-    prints them all. A reward (`reward=my_function`), a tool (`agent={"tools": [MyTool]}`) or an agent
-    (`agent=my_module`) may be the Python object itself.
+    prints them all. A reward (`reward=my_function`), a tool (`agent={"tools": [MyTool]}`), an agent
+    (`agent=my_module`) or a program (`agent={"name": "program", "program": solve}`) may be the Python object itself.
 
     `resume` is "never" (a folder that holds a run is refused), "always" or True (resumes the existing run), or "auto"
     (resumes it, or begins a new one). The roles run as Ray actors: on the cluster of `ray_address`, or on this machine

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from notebook_agent import agent as notebook_agent  # of examples/
+from program_agent.program import solve
 from stand_in_run import NUM_STEPS, Strike, stand_in_run
 
 import mempipe
@@ -114,6 +115,12 @@ def test_objects_of_a_module_are_named_by_it():
     named = with_names(settings)
     assert named["reward"] == {"function": f"{__name__}:brief"}
     assert named["agent"] == {"name": "notebook_agent.agent", "tools": [f"{__name__}:Calculator", "json:loads"]}
+    assert with_names({"agent": {"name": "program", "program": solve}})["agent"] == {
+        "name": "program",
+        "program": "program_agent.program:solve",
+    }
+    commanded = {"name": "program", "program": ["python", "my_program.py"]}
+    assert with_names({"agent": commanded})["agent"] == commanded
     assert with_names({"agent": notebook_agent.AGENT})["agent"] == {"name": "notebook_agent.agent"}
     assert settings["reward"] is brief  # what was given stays as it is
 
