@@ -10,7 +10,7 @@ from openai import AsyncOpenAI, BadRequestError
 
 async def solve(question: str, client: AsyncOpenAI, search: Callable[[str], Awaitable[list[str]]]) -> str | None:
     """Returns the last reply."""
-    passages = await search(question)
+    passages = await search(f"about {question}")
     messages: list[Any] = [{"role": "system", "content": passages[0]}, {"role": "user", "content": question}]
     described = {"name": "lookup", "description": passages[1], "parameters": {"type": "object", "title": passages[2]}}
     asked: dict[str, Any] = {"model": "policy", "tools": [{"type": "function", "function": described}]}
