@@ -1,5 +1,5 @@
-"""Jobs that are submitted to a Ray cluster: one that succeeds, one that cannot work, and, for `make test-jobs`, a run
-that is told to stop, goes on as a submitted job and loses its learner there. It trains MEM1.
+"""Jobs that are submitted to a Ray cluster: a training of one step, one that cannot work, and, for `make test-jobs`, a
+run that is told to stop, goes on as a submitted job and loses its learner there. It trains MEM1.
 
 `make test` stops a run and kills its learner in test_main_job.py.
 """
@@ -63,11 +63,11 @@ def of_the_job(log: str) -> str:
     return log.partition("Tailing logs until the job exits")[2]
 
 
-def test_a_submitted_job_runs_in_what_was_uploaded_and_succeeds(cluster, tmp_path):
-    (tmp_path / "passages.jsonl").write_text('{"id": "a", "contents": "\\"Lima\\"\\nThe capital of Peru."}\n')
-    (tmp_path / "index.yaml").write_text(f"corpus: [{tmp_path / 'passages.jsonl'}]\nencoder: {{kind: hashing}}\n")
-    client = submit(cluster, "jobs.build_index", str(tmp_path / "index.yaml"), output=tmp_path / "index")
-    job = client.wait_until(lambda: job_driver(cluster, "jobs.build_index"), every_s=0.1)
+def test_a_submitted_training_runs_in_what_was_uploaded_and_succeeds(cluster, tmp_path):
+    config = str(QUICKSTART.relative_to(ROOT))
+    settings = [*MINIATURE, *FEW_PROCESSES, "name=run", "num_steps=1", "warm_start=null", "evaluation.untrained=false"]
+    client = submit(cluster, "jobs.train", config, *settings, output=tmp_path)
+    job = client.wait_until(lambda: job_driver(cluster, "jobs.train"), every_s=0.1)
     interpreter, uploaded = job.exe(), Path(job.cwd())
     assert interpreter == psutil.Process().exe()
     assert "_ray_pkg_" in str(uploaded)
@@ -75,7 +75,11 @@ def test_a_submitted_job_runs_in_what_was_uploaded_and_succeeds(cluster, tmp_pat
     ended = client.wait()
     assert ended.returncode == 0 and "succeeded" in ended.stdout, ended.stdout + ended.stderr
     said = of_the_job(ended.stdout)
-    assert f"{tmp_path / 'index'}: 1 passage\n" in said and "pid=" not in said and "WARNING" not in said
+    assert f"Report: {tmp_path / 'run' / 'report.html'}" in said and "pid=" not in said and "WARNING" not in said
+    newest = latest(tmp_path / "run" / "checkpoints")
+    assert newest is not None and read_state(newest).position.step == 1
+    (row,) = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "reward" in row]
+    assert row["step"] == 1
 
 
 def test_a_job_that_cannot_work_fails_with_its_sentence(cluster, tmp_path):
