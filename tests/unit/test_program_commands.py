@@ -238,6 +238,7 @@ async def test_a_request_that_it_gives_up_is_no_context(command):
     [
         ("[]", "agent.program is empty"),
         ("[no-such-command, x]", "the command 'no-such-command' is neither in PATH nor in"),
+        ("[python, -S, no_such_program.py]", "there is no file 'no_such_program.py' in"),
     ],
 )
 def test_a_command_that_is_none_is_refused_before_anything_starts(program, words):

@@ -13,6 +13,7 @@ import inspect
 import os
 import shutil
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 from pydantic import Field, field_validator
 
@@ -27,6 +28,9 @@ from mempipe.agents.turn import Agent, Turn
 from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Question
 from mempipe.user_code import UserCodeError, load_user_object
+
+_SCRIPTS = {".py", ".js", ".mjs", ".ts", ".sh"}
+"""Endings of files that an interpreter runs."""
 
 
 class ProgramConfig(AgentConfig):
@@ -53,11 +57,16 @@ class ProgramConfig(AgentConfig):
                 "agent.program is empty; expected MODULE:NAME of an async function, or a command as a list of words, "
                 "e.g. [python, my_program.py]"
             )
-        if isinstance(self.program, list) and shutil.which(self.program[0]) is None:
+        if isinstance(self.program, str):
+            return
+        command, *words = self.program
+        if shutil.which(command) is None:
             raise ConfigError(
-                f"agent.program is {self.program!r}: the command {self.program[0]!r} is neither in PATH nor in "
-                f"{os.getcwd()}"
+                f"agent.program is {self.program!r}: the command {command!r} is neither in PATH nor in {os.getcwd()}"
             )
+        script = next((word for word in words if not word.startswith("-")), "")
+        if Path(script).suffix in _SCRIPTS and not Path(script).is_file():
+            raise ConfigError(f"agent.program is {self.program!r}: there is no file {script!r} in {os.getcwd()}")
 
 
 def renderer(
