@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,7 +82,7 @@ class ProgramRenderer(Renderer[ProgramBudget]):
         as `prompt` does.
         """
         token_ids = self._tokens(messages, tools, {}, start=num_known)
-        return token_ids[1:] if last_id == self.closing_id else token_ids
+        return token_ids[1:] if last_id == token_ids[0] else token_ids  # the policy closed its message itself
 
     def _tokens(
         self, messages: Sequence[Said], tools: str, replies: Mapping[str, list[int]], *, start: int
@@ -116,7 +117,7 @@ class ProgramRenderer(Renderer[ProgramBudget]):
             raise Refused(
                 f"tools: the model's chat template shows none, or asks for calls in another form than <{CALL_TAG}> JSON"
             )
-        if [character for character in text if character in set(marks)] != marks:
+        if re.findall(f"[{marks[0]}-{marks[-1]}]", text) != marks:
             raise Refused(f"the model's chat template does not render each of the roles {list(roles)} once")
         gaps = []
         for mark in marks:
