@@ -47,6 +47,7 @@ from mempipe.serve.served_run import (
     weights_version,
 )
 from mempipe.settings import ConfigError
+from mempipe.storage.scratch import logs_of_serve
 
 NAME = "agent"
 HEALTH_CHECK_PERIOD_S = 2.0
@@ -240,6 +241,7 @@ def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: (stop.set(), wake.set()))
         signal.signal(signal.SIGHUP, lambda *_: wake.set())
+        print(f"its logs, which say why a request failed, are in {logs_of_serve()}")
         print("\n".join(welcome_lines(url, service.served)), flush=True)
         while not stop.is_set():
             wake.wait()

@@ -113,6 +113,11 @@ def _as_temporary_folder(folder: Path) -> Iterator[None]:
                 os.environ.pop(name, None)
 
 
+def logs_of_serve() -> Path:
+    """Returns the folder in which the services of this process's cluster log."""
+    return Path(tempfile.gettempdir()) / RAY / "session_latest" / "logs" / "serve"
+
+
 def remove_abandoned(shared: Path) -> None:
     """Removes the folders of this user in `shared` whose owners are dead."""
     for file in shared.glob(f"{_prefix()}*/{_OWNER}"):
