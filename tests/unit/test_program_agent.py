@@ -93,6 +93,17 @@ def call(name: str) -> dict[str, Any]:
     return {"id": "x", "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
+def silent_if_slow(engine: ScriptedEngine) -> Callable[..., Any]:
+    """The engine, which never answers a prompt that holds "slow"."""
+
+    async def generate(token_ids: list[int], *, max_tokens: int) -> Completion:
+        if "slow" in TOKENIZER.decode(token_ids):
+            await asyncio.Event().wait()
+        return await engine(token_ids, max_tokens=max_tokens)
+
+    return generate
+
+
 def system(text: str) -> dict[str, str]:
     return {"role": "system", "content": text}
 
@@ -284,12 +295,7 @@ async def test_a_request_that_the_program_gives_up_is_no_context():
 
     engine = ScriptedEngine(TOKENIZER, ["Paris"])
 
-    async def generate(token_ids: list[int], *, max_tokens: int) -> Completion:
-        if "slow" in TOKENIZER.decode(token_ids):
-            await asyncio.Event().wait()
-        return await engine(token_ids, max_tokens=max_tokens)
-
-    played, _, _ = await play([], program, generate=generate)
+    played, _, _ = await play([], program, generate=silent_if_slow(engine))
     assert played.answer == "Paris"
     assert [context.index for context in played.contexts] == [0]
     assert_token_exact(played.contexts, engine)
@@ -613,12 +619,7 @@ async def test_a_request_that_is_given_up_leaves_its_context_as_it_was():
 
     engine = ScriptedEngine(TOKENIZER, ["Paris", "Rome"])
 
-    async def generate(token_ids: list[int], *, max_tokens: int) -> Completion:
-        if "slow" in TOKENIZER.decode(token_ids):
-            await asyncio.Event().wait()
-        return await engine(token_ids, max_tokens=max_tokens)
-
-    played, _, _ = await play([], program, generate=generate)
+    played, _, _ = await play([], program, generate=silent_if_slow(engine))
     assert played.answer == "Rome" and len(played.contexts) == 1
     assert_token_exact(played.contexts, engine)
     assert "slow" not in TOKENIZER.decode(played.contexts[0].token_ids)
@@ -647,15 +648,24 @@ async def test_a_request_that_the_program_leaves_behind_is_no_part_of_a_context(
 
     engine = ScriptedEngine(TOKENIZER, ["Paris"])
 
-    async def generate(token_ids: list[int], *, max_tokens: int) -> Completion:
-        if "slow" in TOKENIZER.decode(token_ids):
-            await asyncio.Event().wait()
-        return await engine(token_ids, max_tokens=max_tokens)
-
-    played, _, _ = await play([], program, generate=generate)
+    played, _, _ = await play([], program, generate=silent_if_slow(engine))
     await asyncio.wait(left)
     assert_token_exact(played.contexts, engine)
     assert [mask for mask, _ in segments(played.contexts[0])] == [0, 1]
+
+
+async def test_the_time_that_the_policy_takes_is_not_the_programs():
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        return " ".join(await asyncio.gather(*(ask(client, [user(question)]) for _ in range(2))))
+
+    engine = ScriptedEngine(TOKENIZER, ["Paris", "Rome"])
+
+    async def slow(token_ids: list[int], *, max_tokens: int) -> Completion:
+        await asyncio.sleep(1.5)
+        return await engine(token_ids, max_tokens=max_tokens)
+
+    played, _, _ = await play([], FunctionProgram(program, timeout_s=1), generate=slow)
+    assert played.answer == "Paris Rome"
 
 
 async def test_a_program_has_a_deadline():
@@ -664,7 +674,7 @@ async def test_a_program_has_a_deadline():
         await asyncio.Event().wait()
         return ""
 
-    with pytest.raises(ProgramStopped, match=r"did not end within agent\.timeout_s 0\.5 for question q-1"):
+    with pytest.raises(ProgramStopped, match=r"took longer than agent\.timeout_s 0\.5 for question q-1"):
         await play(["Paris"], FunctionProgram(program, timeout_s=0.5))
 
 

@@ -162,7 +162,7 @@ async def test_it_ends_with_the_limit_that_it_met(command):
         ("ask('a'); {}['answer']", UserCodeError, "for question q-1 ended with code 1: .*KeyError: 'answer'"),
         ("print('Paris')", UserCodeError, "asked nothing of the model for question q-1"),
         ("ask('a'); os.kill(os.getpid(), 9)", ProgramStopped, "for question q-1 was ended by SIGKILL"),
-        ("ask('a'); time.sleep(600)", ProgramStopped, r"within agent.timeout_s 2 for question q-1"),
+        ("ask('a'); time.sleep(600)", ProgramStopped, r"took longer than agent.timeout_s 2 for question q-1"),
     ],
 )
 async def test_a_program_that_fails(command, code, error, words):

@@ -40,7 +40,7 @@ class ProgramConfig(AgentConfig):
     """MODULE:NAME of an async function of question, client and search, which returns the answer; or a command as a list
     of words, which reads the question and prints the answer."""
     timeout_s: float = Field(600.0, gt=0)
-    """Deadline of one attempt of the program, in seconds."""
+    """Seconds that the program may take in one attempt, those apart in which it waits for the policy or a search."""
     max_processes: int = Field(16, ge=1)
     """Commands that run at the same time for one driver; further attempts wait."""
 

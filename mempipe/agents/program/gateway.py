@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,6 +68,9 @@ class Gateway:
     _early_searches: list[Search] = field(default_factory=list)
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _closed: bool = False
+    _num_waiting: int = 0
+    _waiting_since: float = 0.0
+    _waited_s: float = 0.0
 
     def read(self, body: Any) -> ChatRequest:
         """Reads the body of a chat completion. Raises Refused."""
@@ -81,7 +86,8 @@ class Gateway:
         assert task is not None
         self._running.add(task)
         try:
-            return await self._complete(request)
+            with self._waiting():
+                return await self._complete(request)
         finally:
             self._running.discard(task)
 
@@ -155,13 +161,31 @@ class Gateway:
             return []
         turn = self.turns[-1] if self.turns else Turn(index=0, question_ids=[], memory=Memory())
         try:
-            found = await self.run_searches(turn, [(query, tool.num_passages)])
+            with self._waiting():
+                found = await self.run_searches(turn, [(query, tool.num_passages)])
         except Exception as error:
             self.fail(error)
             raise
         if not self.turns:
             self._early_searches += found
         return [replace_surrogates(passage.text) for search in found for passage in search.passages]
+
+    @property
+    def waited_s(self) -> float:
+        """Returns for how many seconds the program has waited for the policy or a search."""
+        return self._waited_s + (time.monotonic() - self._waiting_since if self._num_waiting else 0.0)
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        if not self._num_waiting:
+            self._waiting_since = time.monotonic()
+        self._num_waiting += 1
+        try:
+            yield
+        finally:
+            self._num_waiting -= 1
+            if not self._num_waiting:
+                self._waited_s += time.monotonic() - self._waiting_since
 
     def _ended(self, reason: EndReason, message: str) -> AttemptOver:
         self.over = AttemptOver(reason, message)

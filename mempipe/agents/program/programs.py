@@ -7,12 +7,15 @@ import contextlib
 import os
 import shlex
 import signal
+import time
 from asyncio.subprocess import Process
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from tempfile import TemporaryFile
-from typing import IO, Protocol
+from typing import IO, Any, Protocol, TypeVar
 from weakref import WeakKeyDictionary
+
+from openai import AsyncOpenAI
 
 from mempipe.agents.program.endpoint import client_of, is_of_limit, listening
 from mempipe.agents.program.gateway import Gateway
@@ -21,6 +24,7 @@ from mempipe.text import replace_surrogates
 from mempipe.types import Question
 from mempipe.user_code import UserCodeError, user_code
 
+T = TypeVar("T")
 _KEPT_BYTES = 64 * 1024
 """The end of a command's output that is read."""
 _SHOWN_CHARS = 2000
@@ -55,18 +59,18 @@ class FunctionProgram:
     async def answer(self, question: Question, gateway: Gateway) -> str | None:
         async with client_of(gateway) as client:
             try:
-                async with asyncio.timeout(self.timeout_s):
-                    with user_code(f"agent.program failed for question {question.id}"):
-                        answer = await self.function(replace_surrogates(question.text), client, gateway.search)
-                        if answer is not None and not isinstance(answer, str):
-                            raise TypeError(f"it returned {answer!r}; expected a text or None")
-                return answer
-            except TimeoutError:  # of the deadline: user_code lets no other one pass
-                raise _out_of_time(question, self.timeout_s) from None
+                return await _in_time(self._called(question, client, gateway), self.timeout_s, question, gateway)
             except UserCodeError as error:
                 if gateway.over is not None and is_of_limit(error):
                     raise gateway.over from error
                 raise
+
+    async def _called(self, question: Question, client: AsyncOpenAI, gateway: Gateway) -> str | None:
+        with user_code(f"agent.program failed for question {question.id}"):
+            answer = await self.function(replace_surrogates(question.text), client, gateway.search)
+            if answer is not None and not isinstance(answer, str):
+                raise TypeError(f"it returned {answer!r}; expected a text or None")
+        return answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +101,7 @@ class CommandProgram:
                 )
                 gateway.on_fault = lambda: _kill(process)
                 try:
-                    async with asyncio.timeout(self.timeout_s):
-                        code = await process.wait()
-                except TimeoutError:
-                    raise _out_of_time(question, self.timeout_s) from None
+                    code = await _in_time(process.wait(), self.timeout_s, question, gateway)
                 finally:
                     _kill(process)
             return self._answer(question, gateway, code, _end_of(output), _end_of(errors))
@@ -117,8 +118,23 @@ class CommandProgram:
         return lines[-1].strip() if lines else None
 
 
-def _out_of_time(question: Question, timeout_s: float) -> ProgramStopped:
-    return ProgramStopped(f"agent.program did not end within agent.timeout_s {timeout_s:g} for question {question.id}")
+async def _in_time(work: Coroutine[Any, Any, T], timeout_s: float, question: Question, gateway: Gateway) -> T:
+    """Waits for the program. Raises ProgramStopped when it takes longer than `timeout_s` itself: the policy may be
+    silent for longer, while weights are changed for example.
+    """
+    started, task = time.monotonic(), asyncio.ensure_future(work)
+    try:
+        while not task.done():
+            left_s = timeout_s - (time.monotonic() - started - gateway.waited_s)
+            if left_s <= 0:
+                raise ProgramStopped(
+                    f"agent.program took longer than agent.timeout_s {timeout_s:g} for question {question.id}"
+                )
+            await asyncio.wait({task}, timeout=left_s)
+        return task.result()
+    finally:
+        task.cancel()
+        await asyncio.wait({task})
 
 
 def _environment(base_url: str, key: str) -> dict[str, str]:
