@@ -214,6 +214,11 @@ class RunConfig(Section):
         """Returns what the system knows about the agent."""
         return agent_spec(self.agent.name)
 
+    @property
+    def has_memory(self) -> bool:
+        """Returns whether the agent's contexts hand on a memory that transcripts show and metrics measure."""
+        return self.agent_spec.has_memory(self.budget)
+
     def script(self) -> str:
         """Returns MODULE:NAME of what plays the agent on this run's questions. Raises ConfigError when nothing does."""
         where, found = (

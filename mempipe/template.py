@@ -81,7 +81,7 @@ def unused_settings(spec: AgentSpec) -> set[str]:
         unused |= {"reward.recall_weight", "reward.recall_match", "algorithm.recall_group", "algorithm.filter_by"}
     if spec.reward_formats == ("none",):
         unused |= {f"reward.{name}" for name in ("format", "structure_score", "retrieval_score", "attempt_score")}
-    if not spec.has_memory:
+    if not spec.has_memory(spec.budget()):
         unused |= {"reward.memory_token_cost", "reward.information_weight"}
     if spec.grows:
         unused.add("reward.per_turn")

@@ -253,7 +253,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet, eng
         rows = [
             result_row(
                 group,
-                growing=not planned.config.agent_spec.has_memory,
+                growing=not planned.config.has_memory,
                 prompt_hash=planned.prompt_hash,
                 depths=job.asked.depths.get(group.question.id, ()),
             )
@@ -261,7 +261,7 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet, eng
         ]
         if suite.judge is not None:
             rows = asyncio.run(_judge(suite, rows))
-        if suite.recall is not None and planned.config.agent_spec.has_memory:
+        if suite.recall is not None and planned.config.has_memory:
             rows = asyncio.run(with_recalls(Endpoint(suite.recall), waiting, rows))
         reached("evaluation.part", title=title)
         job.results.append(waiting, rows)
@@ -316,7 +316,7 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
 def cell_of(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet) -> Cell:
     """Returns the results of a run on a set, with the quality of its memories, if its agent writes any."""
     rows = read_results(job.results.path)
-    groups = read_groups(job.results.path) if planned.config.agent_spec.has_memory else []
+    groups = read_groups(job.results.path) if planned.config.has_memory else []
     rates = memory_quality(groups, memory_budget=planned.config.budget.memory_limit)
     return Cell(
         run=planned.run.name,

@@ -408,7 +408,7 @@ def train_step(
             for update in split_updates(samples, config.algorithm.updates_per_step, seed=f"{config.seed}:{step}")
         ]
         described = beside.submit(  # while the ranks work
-            rollout_metrics, batch.groups, policy_version=step, growing=not config.agent_spec.has_memory
+            rollout_metrics, batch.groups, policy_version=step, growing=not config.has_memory
         )
         reached("learn", step=step)
         with stop.held_back():

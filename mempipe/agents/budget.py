@@ -42,6 +42,16 @@ class Budget(Section):
         return None
 
     @property
+    def has_memory(self) -> bool:
+        """Returns whether an agent that can hand a memory on does so within these limits."""
+        return True
+
+    @property
+    def can_be_swept(self) -> bool:
+        """Returns whether `memory_tokens` is among the limits and set, so that a sweep may vary it."""
+        return getattr(self, "memory_tokens", None) is not None
+
+    @property
     def turn_limit(self) -> int | None:
         """Returns the most turns of a trajectory; None if the length of the text decides."""
         return None

@@ -78,10 +78,9 @@ class AgentSpec:
     text_script: str = ""
     """MODULE:NAME of the `mempipe.masking.demonstrations.Demonstration` that plays it on questions made of text."""
 
-    @property
-    def has_memory(self) -> bool:
+    def has_memory(self, budget: Budget) -> bool:
         """Returns whether its contexts hand on a memory that transcripts show and metrics measure."""
-        return self.writes_memory and not self.grows
+        return self.writes_memory and not self.grows and budget.has_memory
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -34,10 +35,11 @@ from mempipe.request_seeds import RequestSeeds
 from mempipe.rl.rewards import split_answers
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, Context, Group, Question, SearchResult, Trajectory
-from mempipe.user_code import user_code
+from mempipe.user_code import UserCodeError, user_code
 
 Record = Callable[[Group, AgentSpec, Mapping[str, str]], None]
 """Takes the attempts at a question, their agent and the request's metadata (`mempipe.serve.replicas.traces`)."""
+logger = logging.getLogger(__name__)
 NO_LOGPROBS = "logprobs is true, and the engine of this service gives none; leave it out"
 KEPT_RENDERERS = 32
 MAX_RESTARTS = 6
@@ -126,10 +128,12 @@ class Answering:
         timeout_s: float,
         partition: str = "",
         record: Record = nowhere,
+        shows_user_errors: bool = False,
     ) -> None:
         """`agents` are configs by the names that requests use, the service's own first. `engine` returns the weights
         that are served now; a request keeps those that it began with. `max_turns` is the most that a request may ask
-        for, `partition` is searched for a request that names none, and `record` receives the finished group. Raises
+        for, `partition` is searched for a request that names none, and `record` receives the finished group.
+        `shows_user_errors`: tell the caller which error ended user-defined code, with its file and line. Raises
         ConfigError when an agent's prompts and budget do not fit.
         """
         self.name = name
@@ -145,6 +149,7 @@ class Answering:
         self._timeout_s = timeout_s
         self._partition = partition
         self._record = record
+        self._shows_user_errors = shows_user_errors
         self._kept = functools.lru_cache(maxsize=KEPT_RENDERERS)(self._render)
         for agent in self.agents:
             self._kept(agent, "{}")
@@ -197,7 +202,7 @@ class Answering:
 
         `emit` hears each event when it happens; None if the caller wants no events. If the index changes meanwhile, all
         attempts start again in the new one. Raises ApiError: 503 when engine or retriever fail or take too long, 400
-        for what they refuse.
+        for what they refuse. Raises UserCodeError, or ApiError 500 where callers may read it.
         """
         engine, started = self.engine(), time.perf_counter()
         if emit is not None:
@@ -210,6 +215,11 @@ class Answering:
             raise ApiError(503, f"no answer within {self._timeout_s:g} s") from error
         except InfrastructureFault as fault:
             raise ApiError(503, f"the service cannot answer now: {fault}") from fault
+        except UserCodeError as error:
+            if not self._shows_user_errors:
+                raise
+            logger.error("user-defined code failed", exc_info=error)
+            raise ApiError(500, str(error)) from error
         group = Group(id=request_id, question=plan.question, trajectories=trajectories)
         self._record(group, plan.config.agent_spec, plan.metadata)
         chosen, confidence = most_frequent(trajectories)

@@ -133,7 +133,7 @@ class Evaluation:
         """Returns the attempts at a question as text, turn by turn. Raises ConfigError for an unknown id."""
         for group in self.groups:
             if group.question.id == question_id:
-                text = ActionText.of(self.config.agent_spec)
+                text = ActionText.of(self.config.agent_spec, self.config.budget)
                 attempts = [trajectory_lines(group.question, each, text=text) for each in group.trajectories]
                 return "\n".join(line for lines in attempts for line in lines) or group.failed
         raise ConfigError(f"question_id is {question_id!r}, which no question of the evaluation has")
@@ -202,7 +202,7 @@ def played(
     )
     groups = agent.run(_groups(config, rollout, questions, num_samples=num_samples, title=title or agent.name))
     prompts = prompt_hash(config, tokenizer=roles.tokenizer)
-    growing = not config.agent_spec.has_memory
+    growing = not config.has_memory
     rows = [result_row(group, growing=growing, prompt_hash=prompts) for group in groups]
     return Evaluation(name=agent.name, config=config, rows=rows, groups=groups)
 

@@ -82,7 +82,7 @@ class Run:
     def evaluations(self) -> pl.DataFrame:
         """Returns a row for each evaluation of the held-out questions, in the order of training: its label, the learner
         step, the number of questions, and the means of exact match, F1, turns and sampled tokens."""
-        found = read_held_out(self.folder, growing=not self.config.agent_spec.has_memory)
+        found = read_held_out(self.folder, growing=not self.config.has_memory)
         return pl.DataFrame([asdict(each) for each in found], schema=_EVALUATION)
 
     def trajectories(self, *, turns: bool = False) -> pl.DataFrame:

@@ -114,10 +114,12 @@ def sweep(
 def with_memory(config: RunConfig, memory_tokens: int) -> RunConfig:
     """Returns the config with another memory budget. Raises ConfigError when the agent has none, or when the context of
     its engine does not hold it."""
-    if not isinstance(config.budget, MemoryBudget):
+    if not config.budget.can_be_swept:
         raise ConfigError(f"memory_tokens: agent.name {config.agent.name!r} has no memory budget to sweep")
     values = config.model_dump(mode="json", exclude_unset=True)
-    tags = config.budget.memory_message_limit - config.budget.memory_tokens  # room for its tags stays as it is
-    budget = {"memory_tokens": memory_tokens, "memory_message_tokens": memory_tokens + tags}
+    budget = {"memory_tokens": memory_tokens}
+    if isinstance(config.budget, MemoryBudget):
+        tags = config.budget.memory_message_limit - config.budget.memory_tokens  # room for its tags stays as it is
+        budget["memory_message_tokens"] = memory_tokens + tags
     values["budget"] = {**values.get("budget", {}), **budget}
     return parse_section(values, RunConfig)

@@ -62,7 +62,7 @@ def agent_values(config: RunConfig) -> dict[str, Any]:
 def _card(config: RunConfig, run: Path, *, step: int) -> str:
     source = config.model.source or config.model.path
     evaluations = []
-    for each in read_held_out(run, growing=not config.agent_spec.has_memory):
+    for each in read_held_out(run, growing=not config.has_memory):
         interval = wilson_interval(round(each.em * each.num_questions), each.num_questions)
         evaluations.append({"of": each, "low": interval.low, "high": interval.high, "is_this": each.step == step})
     return render(

@@ -32,7 +32,12 @@ def side_by_side(folder: Path, cells: Sequence[Cell], configs: Mapping[str, RunC
             question=groups[runs[0]][id].question.text,
             facts=facts_of(groups[runs[0]][id].question),
             sides=[
-                side(run, groups[run][id], style=style_of(number), text=ActionText.of(configs[run].agent_spec))
+                side(
+                    run,
+                    groups[run][id],
+                    style=style_of(number),
+                    text=ActionText.of(configs[run].agent_spec, configs[run].budget),
+                )
                 for number, run in enumerate(runs)
             ],
         )

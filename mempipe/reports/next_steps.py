@@ -33,7 +33,7 @@ def next_steps(folder: Path, settings: Mapping[str, Any]) -> list[tuple[str, str
     config = _trained(folder)
     if config is not None:
         steps = [*_asking(mempipe, run, config), *steps, (f"{mempipe} evaluate {run}", _rows(folder, config))]
-        if isinstance(config.budget, MemoryBudget):
+        if config.budget.can_be_swept:
             steps.append((f"{mempipe} sweep {run}", "find out how small its memory may be"))
     if Path(OWN_REWARD).exists() and folder == Path("runs/quickstart"):  # whose files the example starts from
         steps.append((f"{mempipe} train {OWN_REWARD}", "train it with your own reward"))

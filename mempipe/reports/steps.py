@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
+from mempipe.agents.budget import Budget
 from mempipe.agents.registry import AgentSpec, whole_text
 from mempipe.facts import is_memory_turn
 from mempipe.types import Context, Search, Trajectory
@@ -33,8 +34,8 @@ class ActionText:
     """The contexts of the agent hand on a memory."""
 
     @classmethod
-    def of(cls, spec: AgentSpec) -> ActionText:
-        return cls(thought=spec.thought, messages=spec.messages, has_memory=spec.has_memory)
+    def of(cls, spec: AgentSpec, budget: Budget) -> ActionText:
+        return cls(thought=spec.thought, messages=spec.messages, has_memory=spec.has_memory(budget))
 
     def wrote_memory(self, trajectory: Trajectory, index: int) -> bool:
         """Returns whether the context of that index wrote a memory or had to."""

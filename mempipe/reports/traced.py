@@ -67,7 +67,7 @@ def _facts(values: Mapping[str, Any], place: Path) -> tuple[int | None, ActionTe
             f"the budget of the run that wrote {place} cannot be read ({error}); read it with the version of mempipe "
             "that wrote it"
         ) from error
-    return budget.memory_limit, ActionText.of(spec)
+    return budget.memory_limit, ActionText.of(spec, budget)
 
 
 def phases_of(traced: Sequence[Traced]) -> list[str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from mempipe.agents.budget import Budget
 from mempipe.agents.registry import AgentSpec, agent_spec
 from mempipe.config import DEFAULT_AGENT
 from mempipe.data.trajectories import read_made_of, read_trajectories
@@ -68,24 +69,28 @@ class ReportData:
     def memory_budget(self) -> int | None:
         """Returns the most tokens that a memory may have; None where the whole history is carried. Raises ConfigError
         for a budget that this version cannot read."""
-        return parse_section(self.settings.get("budget", {}), self._agent.budget).memory_limit
+        return self._budget.memory_limit
 
     @property
     def growing(self) -> bool:
         """Returns whether the agent writes no memory, so that every message is a turn."""
-        return not self._agent.has_memory
+        return not self._agent.has_memory(self._budget)
 
     @property
     def context_label(self) -> str:
         """Returns what the contexts hold, for a chart."""
-        if self._agent.has_memory:
+        if not self.growing:
             return "bounded memory"
         return "full history" if self._agent.grows else "own contexts"
 
     @property
     def text(self) -> ActionText:
         """Returns how the text of an action is read."""
-        return ActionText.of(self._agent)
+        return ActionText.of(self._agent, self._budget)
+
+    @property
+    def _budget(self) -> Budget:
+        return parse_section(self.settings.get("budget", {}), self._agent.budget)
 
     @property
     def _agent(self) -> AgentSpec:

@@ -59,12 +59,12 @@ def sweep_of(source: str, words: Sequence[str] = ()) -> SweepConfig:
     asked = _asked(overrides, questions)
     agent, overrides = _agent(source, overrides, SweepConfig)
     config = run_config(EvaluatedRun.model_validate(agent), name="trained", ordered=False)
-    if not isinstance(config.budget, MemoryBudget):
+    tokens = config.budget.memory_limit
+    if not config.budget.can_be_swept or tokens is None:
         raise ConfigError(
             f"agent.name of {source} is {config.agent.name!r}, which has no budget.memory_tokens to sweep"
         )
     values = _suite(source, config, questions, [agent], asked)
-    tokens = config.budget.memory_tokens
     values |= {"budgets": sorted({max(1, tokens // share) for share in BUDGET_SHARES})}
     return parse_section(merged(values, overrides), SweepConfig)
 

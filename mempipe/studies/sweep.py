@@ -280,5 +280,10 @@ def _checked(trial: Trial) -> Trial:
 def _has_memory_budget(run: EvaluatedRun) -> bool:
     if run.control is not None:
         return False
-    agent = section_values(merged(run_values(run), run.settings), "agent")
-    return "memory_tokens" in agent_spec(agent.get("name", DEFAULT_AGENT)).budget.model_fields
+    values = merged(run_values(run), run.settings)
+    budget = agent_spec(section_values(values, "agent").get("name", DEFAULT_AGENT)).budget
+    if "memory_tokens" not in budget.model_fields:
+        return False
+    return (
+        section_values(values, "budget").get("memory_tokens", budget.model_fields["memory_tokens"].default) is not None
+    )

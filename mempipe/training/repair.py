@@ -265,6 +265,6 @@ class Checkpoints:
         learner metrics are lost."""
         assert self._batch is not None, "a step is in flight without its groups"
         metrics = rollout_metrics(
-            self._batch.groups, policy_version=self.position.step - 1, growing=not self._config.agent_spec.has_memory
+            self._batch.groups, policy_version=self.position.step - 1, growing=not self._config.has_memory
         )
         self._tracker.log_metrics(metrics, step=self.position.step)

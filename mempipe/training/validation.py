@@ -56,7 +56,7 @@ class Validation:
             )
         groups = self._play(roles, label)
         write_trajectories(path, groups, made_of=made_of)
-        metrics = rollout_metrics(groups, growing=not roles.config.agent_spec.has_memory) | _em_by_source(groups)
+        metrics = rollout_metrics(groups, growing=not roles.config.has_memory) | _em_by_source(groups)
         self._tracker.log_metrics({f"validation/{name}": value for name, value in metrics.items()}, step=step)
         return groups
 

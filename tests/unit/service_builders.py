@@ -152,6 +152,7 @@ def build_service(
         timeout_s=config.timeout_s,
         partition=searched.partition if searched else "",
         record=record,
+        shows_user_errors=not keys,
     )
     store = Store(
         state / "service.sqlite",

@@ -25,7 +25,6 @@ from langchain_core.messages import HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 from openai import APIStatusError, AsyncOpenAI
-from program_agent.program import ask
 from program_agent.script import ScriptedProgram
 from pydantic import SecretStr
 from scripted_play import QUESTIONS, rollout, searches, tiny_tokenizer
@@ -45,8 +44,13 @@ from mempipe.user_code import UserCodeError
 EXAMPLE = Path(__file__).parents[2] / "examples" / "program_agent"
 TOKENIZER = build_tokenizer()
 SEARCH = "France<search>capital of France</search>"
-BUDGET = {"question_tokens": 40, "action_tokens": 60, "context_tokens": 2048}
+BUDGET = {"question_tokens": 40, "action_tokens": 60, "context_tokens": 2048, "memory_tokens": "null"}
 Messages = list[dict[str, Any]]
+
+
+async def ask(client: AsyncOpenAI, messages: Messages) -> str:
+    reply = await client.chat.completions.create(model="policy", messages=messages)
+    return reply.choices[0].message.content or ""
 
 
 def config_of(*overrides: str) -> RunConfig:

@@ -54,7 +54,7 @@ def command(tmp_path: Path) -> Callable[[str], list[str]]:
 async def play(
     script: list[Step], command: list[str], *, library: Any = None, generate: Any = None, **settings: Any
 ) -> Trajectory:
-    budget = {"question_tokens": 40, "action_tokens": 60, "context_tokens": 2048}
+    budget = {"question_tokens": 40, "action_tokens": 60, "context_tokens": 2048, "memory_tokens": "null"}
     overrides = [f"budget.{name}={value}" for name, value in budget.items()]
     overrides += [f"{name.replace('__', '.')}={value}" for name, value in settings.items()]
     config = load_config(EXAMPLE, [*overrides, "agent.name=program", f"agent.program={command}", "warm_start=null"])

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 import pytest
 import yaml
 from trace_builders import group as two_turns
+from trace_builders import text_of
 
-from mempipe.agents.registry import agent_spec
 from mempipe.config import RunConfig
 from mempipe.data.config import WorldConfig
 from mempipe.data.trajectories import write_trajectories
@@ -32,7 +32,6 @@ from mempipe.reports.charts import (
 )
 from mempipe.reports.examples import choose_examples, examples, shown_turns
 from mempipe.reports.pages import render
-from mempipe.reports.steps import ActionText
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
 from mempipe.reports.training_page import render_page
@@ -499,7 +498,7 @@ def test_examples_show_thought_and_query_and_a_repeated_turn_once():
     turns = [dataclasses.replace(search, index=index) for index in range(4)]
     turns.append(dataclasses.replace(turns[0], index=4, action="other"))
     trajectory = dataclasses.replace(group.trajectories[0], contexts=turns)
-    shown = shown_turns(trajectory, group.question, text=ActionText.of(agent_spec("memsearcher")))
+    shown = shown_turns(trajectory, group.question, text=text_of("memsearcher"))
     assert [(turn.number, turn.last) for turn in shown] == [(1, 4), (5, 5)]
     assert (shown[0].thought, shown[0].queries, shown[0].action) == ("need it", ["x"], "")
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from trace_builders import group, turn
+from trace_builders import group, text_of, turn
 
-from mempipe.agents.registry import agent_spec
 from mempipe.reports.examples import shown_turns
 from mempipe.reports.steps import ActionText, Step, steps
 from mempipe.reports.trace import trace_lines
@@ -16,7 +15,7 @@ from mempipe.reports.transcript import write_transcript
 from mempipe.reports.viewer import viewer_data
 from mempipe.types import Context, EndReason, Passage, Search, Trajectory
 
-REACT = ActionText.of(agent_spec("react"))
+REACT = text_of("react")
 
 
 def search(query: str, *ids: str) -> Search:
@@ -82,7 +81,7 @@ def test_a_search_belongs_to_the_message_that_asked_for_it(action, searches, fou
 
 def test_a_context_of_another_agent_is_one_step():
     context = turn(0, "", "Oslo", passage="a")
-    for text in (ActionText(), ActionText.of(agent_spec("memsearcher")), ActionText.of(agent_spec("mem1"))):
+    for text in (ActionText(), text_of("memsearcher"), text_of("mem1")):
         assert steps(context, text) == [Step(context.action, context.searches)]
 
 
@@ -129,7 +128,7 @@ def test_the_terminal_the_viewer_and_the_picture_show_them_too(tmp_path):
 
 def test_turns_are_counted_through_where_several_contexts_have_several_messages():
     """As those of an agent that compacts its history (examples/compaction_agent)."""
-    compacts = ActionText.of(dataclasses.replace(agent_spec("react"), grows=False))
+    compacts = text_of("react", grows=False)
     first = dataclasses.replace(TWICE.contexts[0], memory_before="nothing", memory_after="one Ann")
     second = dataclasses.replace(history(asked("three") + read("d") + ANSWER, search("three", "d")), index=1)
     played = dataclasses.replace(TWICE, contexts=[first, second])
@@ -146,7 +145,7 @@ def test_turns_are_counted_through_where_several_contexts_have_several_messages(
     ]
     assert sum(line.startswith(("    memory", "    wrote")) for line in lines) == 3
     # As those of a program (examples/program_agent), which hands on what it likes.
-    without = ActionText.of(dataclasses.replace(agent_spec("react"), grows=False, writes_memory=False))
+    without = text_of("react", grows=False, writes_memory=False)
     assert not any(turn.wrote for turn in shown_turns(played, QUESTION, text=without))
     assert [line for line in lines if not line.startswith(("    memory", "    wrote"))] == trace_lines(
         [dataclasses.replace(traced, text=without)], total=1

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import yaml
 
+from mempipe.agents.registry import agent_spec
 from mempipe.config import RunConfig
 from mempipe.data.trajectories import write_trajectories
+from mempipe.reports.steps import ActionText
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
 
 
@@ -91,3 +93,9 @@ def write_full_history_run(folder: Path) -> Path:
     (folder / "config.yaml").write_text(yaml.safe_dump({"agent": {"name": "react"}}))
     (folder / "state.json").write_text(json.dumps({"finished": True, "seconds": {}, "num_steps": 3}))
     return folder
+
+
+def text_of(agent: str, **changes: object) -> ActionText:
+    """How the text of an agent's actions is read; `changes` are to its spec."""
+    spec = replace(agent_spec(agent), **changes)
+    return ActionText.of(spec, spec.budget())

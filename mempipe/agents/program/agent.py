@@ -110,6 +110,7 @@ class ProgramAgent(Agent[ProgramRenderer]):
             raise gateway.fault
         if not gateway.turns:
             raise UserCodeError(f"agent.program asked nothing of the model for question {question.id}")
+        gateway.memories.end(gateway.turns, answered=answer is not None)
         for index, turn in enumerate(gateway.turns):
             turn.index = index
             finish(turn)
@@ -128,6 +129,5 @@ AGENT = AgentSpec(
     renderer=renderer,
     agent=ProgramAgent,
     searches=True,
-    writes_memory=False,  # only the program knows what it remembers
     messages=lambda action: action.split(MESSAGE_BREAK),
 )

@@ -21,10 +21,11 @@ _READ = {
     "stop",
     "stream",
     "stream_options",
+    "metadata",
 }
 _IGNORED = {
     *("temperature", "top_p", "top_k", "min_p", "seed"),  # the run decides: training needs samples of its distribution
-    *("parallel_tool_calls", "user", "store", "metadata", "prompt_cache_key", "safety_identifier", "service_tier"),
+    *("parallel_tool_calls", "user", "store", "prompt_cache_key", "safety_identifier", "service_tier"),
 }
 _HARMLESS = {
     "n": 1,
@@ -54,6 +55,7 @@ class ChatRequest:
     tools: str  # their JSON, "" for none
     max_tokens: int | None
     stop_texts: list[str]
+    memory: str | None  # the part of the messages that is the program's memory; None where it states none
     streams: bool
     streams_usage: bool
 
@@ -80,6 +82,7 @@ def read_request(request: Any, calls: Mapping[str, Calls]) -> ChatRequest:
         tools=_tools(request),
         max_tokens=_max_tokens(request),
         stop_texts=_stop_texts(request.get("stop") or []),
+        memory=_memory(request.get("metadata"), said),
         streams=bool(request.get("stream")),
         streams_usage=isinstance(options, dict) and bool(options.get("include_usage")),
     )
@@ -213,6 +216,18 @@ def _stop_texts(stop: Any) -> list[str]:
     if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
         raise Refused(f"stop is {stop!r:.100}; expected a text or a list of texts")
     return texts
+
+
+def _memory(metadata: Any, said: Sequence[Said]) -> str | None:
+    memory = metadata.get("memory") if isinstance(metadata, dict) else None
+    if memory is None:
+        return None
+    if not isinstance(memory, str) or not any(memory in message.text for message in said):
+        raise Refused(
+            f"metadata.memory is {memory!r:.100}, which is in none of the messages; expected the part of them that is "
+            "the program's memory, letter by letter"
+        )
+    return memory
 
 
 def _max_tokens(request: dict[str, Any]) -> int | None:

@@ -96,17 +96,23 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
             raise Refused('expected {"query": a text}')
         return JSONResponse({"passages": await gateway.search(query)})
 
+    async def memory(_: None) -> Response:
+        return JSONResponse({"memory": gateway.first_memory, "max_tokens": gateway.renderer.budget.memory_tokens})
+
     async def models(_: None) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "mempipe"}]})
 
     async def elsewhere(request: Request) -> Response:
         return _error(
-            404, f"the gateway has no {request.url.path}; it takes chat.completions.create, models.list and /v1/search"
+            404,
+            f"the gateway has no {request.url.path}; it takes chat.completions.create, models.list, /v1/search and "
+            "/v1/memory",
         )
 
     routes = [
         route("/v1/chat/completions", "POST", complete),
         route("/v1/search", "POST", search),
+        route("/v1/memory", "GET", memory),
         route("/v1/models", "GET", models),
         Route("/{path:path}", elsewhere, methods=["GET", "POST", "DELETE"]),
     ]

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mempipe.agents.program.chat_completions import Calls, ChatRequest, calls_in, read_request, reply, without_end
-from mempipe.agents.program.rendering import ProgramRenderer, Said
+from mempipe.agents.program.memories import StatedMemories
+from mempipe.agents.program.rendering import ProgramRenderer, Refused, Said
 from mempipe.agents.turn import Memory, Message, Turn, without_stop
 from mempipe.text import replace_surrogates
 from mempipe.types import EndReason, Search
@@ -59,6 +60,7 @@ class Gateway:
     """The limit that a request has met. The attempt ends by it, unless the program has an answer."""
     fault: Exception | None = None
     """The error of engine or search that a request has met, also if the program has caught it."""
+    memories: StatedMemories = field(default_factory=StatedMemories)
     on_fault: Callable[[], object] = lambda: None
     """Called when `fault` is set."""
     _open: list[Open] = field(default_factory=list)
@@ -114,6 +116,7 @@ class Gateway:
                 EndReason.CONTEXT_LIMIT,
                 f"the messages have {num_prompt_tokens} tokens, and budget.context_tokens is {budget.context_tokens}",
             )
+        self._take_memory(request.memory, turn, opens=not start)
         self._num_messages += 1
         number = self._num_messages
         turn.inject(added)
@@ -127,9 +130,12 @@ class Gateway:
                 turn.cut(start)
                 self._open.append(context)
             raise
-        if not start:
+        if start:
+            turn.num_observation_tokens += len(added)
+        else:
             turn.searches, self._early_searches = self._early_searches, []
             self.turns.append(turn)
+        self.memories.wrote(turn)
         turn.action += MESSAGE_BREAK * bool(turn.action) + message.text
         if message.breaks_roles:
             raise self._ended(EndReason.NO_ACTION, "the policy wrote a mark of its chat template")
@@ -148,6 +154,31 @@ class Gateway:
             num_prompt_tokens=num_prompt_tokens,
             num_sampled=num_sampled,
         )
+
+    @property
+    def first_memory(self) -> str:
+        """Returns the memory that the program starts from: that of a session in a service, else ""."""
+        return self.renderer.tokenizer.decode(getattr(self.renderer, "empty_memory", []))
+
+    def _take_memory(self, text: str | None, turn: Turn, *, opens: bool) -> None:
+        limit = self.renderer.budget.memory_tokens
+        if limit is None:
+            return
+        if text is not None:
+            token_ids = self.renderer.encode(text)
+            if len(token_ids) > limit:
+                raise self._ended(
+                    EndReason.MEMORY_OVERFLOW,
+                    f"metadata.memory has {len(token_ids)} tokens, and budget.memory_tokens is {limit}",
+                )
+            self.memories.state(Memory(token_ids=token_ids, text=text), turn, opens=opens)
+        elif opens:
+            if self.turns and self.memories.newest is None:
+                raise Refused(
+                    f"budget.memory_tokens is {limit}, and the attempt is in its second context without a memory; "
+                    'state in metadata.memory which part of the messages is the memory ("" for none yet)'
+                )
+            self.memories.inherit(turn)
 
     async def search(self, query: str) -> list[str]:
         """Returns the texts of the passages, best first. The search belongs to the newest context. An empty query finds

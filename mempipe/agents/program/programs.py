@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import os
 import shlex
 import signal
@@ -50,7 +51,8 @@ class Program(Protocol):
 @dataclass(frozen=True, slots=True)
 class FunctionProgram:
     """async (question, client, search) -> the answer, None for none: `client` is an AsyncOpenAI, and `search(query)`
-    returns texts, best first.
+    returns texts, best first. If it has the parameters `memory` and `memory_tokens`, it gets the memory that it starts
+    from, and the limit of its memories.
     """
 
     function: Callable[..., Awaitable[object]]
@@ -67,7 +69,10 @@ class FunctionProgram:
 
     async def _called(self, question: Question, client: AsyncOpenAI, gateway: Gateway) -> str | None:
         with user_code(f"agent.program failed for question {question.id}"):
-            answer = await self.function(replace_surrogates(question.text), client, gateway.search)
+            known = {"memory": gateway.first_memory, "memory_tokens": gateway.renderer.budget.memory_tokens}
+            asked = inspect.signature(self.function).parameters
+            more = {name: value for name, value in known.items() if name in asked}
+            answer = await self.function(replace_surrogates(question.text), client, gateway.search, **more)
             if answer is not None and not isinstance(answer, str):
                 raise TypeError(f"it returned {answer!r}; expected a text or None")
         return answer

@@ -42,6 +42,17 @@ class ProgramBudget(Budget):
 
     max_turns: int = Field(12, ge=1)
     """Messages of the policy in one trajectory; a further request is refused."""
+    memory_tokens: int | None = Field(None, ge=1)
+    """The memory that the program states in the metadata of its requests; a request with a longer one is refused. null:
+    it states none, and nothing of a memory is measured."""
+
+    @property
+    def memory_limit(self) -> int | None:
+        return self.memory_tokens
+
+    @property
+    def has_memory(self) -> bool:
+        return self.memory_tokens is not None
 
     @property
     def turn_limit(self) -> int:
@@ -66,6 +77,8 @@ class ProgramRenderer(Renderer[ProgramBudget]):
         self._neutralize = Neutralizer([*between_roles, *self._role_texts], tags=(), box=False)
         self._break_tags = Neutralizer(tokenizer.special_tokens, tags=(CALL_TAG, RESULT_TAG), box=False)
         self._gaps = functools.lru_cache(maxsize=1024)(self._rendered_gaps)
+        if budget.has_memory:
+            self.empty_memory: list[int] = []
         self.template_tokens = len(tokenizer.encode_template(self._chat.before_user + self._chat.after_user))
         self._check_budget()
 

@@ -49,6 +49,7 @@ class AgentReplica:
         if config.trace_share:
             self._traces = SampledTraces(served, share=config.trace_share, decode=self._tokenizer.decode)
         self._searched = searched_by(served)
+        self._keys = WatchedKeys(config.keys)
         self._answering = Answering(
             served.name,
             served.agents,
@@ -60,6 +61,7 @@ class AgentReplica:
             timeout_s=config.timeout_s,
             partition=self._searched.partition,
             record=self._traces.record if self._traces else nowhere,
+            shows_user_errors=not self._keys.are_needed,  # only the machine's own users ask it then
         )
         self._store = Store(
             served.state / "service.sqlite",
@@ -74,7 +76,7 @@ class AgentReplica:
             self._answering,
             self._store,
             self._config,
-            keys=WatchedKeys(self._config.keys),
+            keys=self._keys,
             metrics=PrometheusMetrics(),
             health=self._health,
             searched=self._searched,

@@ -1,0 +1,102 @@
+"""The agent service with a program: its memory goes from question to question, and its errors are told where only the
+machine's own users can read them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from openai import AsyncOpenAI
+from service_builders import QUESTIONS, Service, build_service, running
+
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.loader import load_config
+from mempipe.serve.http.keys import new_key
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "program_agent" / "config.yaml"
+AGENT = "program_agent.agent"
+TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
+GOLD = TWO_HOPS.golden_answers[0]
+KEY, RECORD = new_key("ann")
+FAULT = f"ZeroDivisionError: division by zero ({__file__}, line "
+
+
+async def broken(question: str, client: AsyncOpenAI, search: Any) -> str:
+    return str(1 / 0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> HFTokenizer:
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tokenizer(folder)
+    return load_tokenizer(str(folder))
+
+
+@pytest.fixture(scope="module")
+def service(tokenizer, tmp_path_factory) -> Iterator[Service]:
+    agents = {AGENT: load_config(EXAMPLE)}
+    served = build_service(tokenizer, tmp_path_factory.mktemp("state"), agent=AGENT, agents=agents)
+    with running(served):
+        yield served
+
+
+def post(service: Service, path: str = "/v1/answer", *, key: str = "", **body: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.post(f"{service.url}{path}", json=body, timeout=20, headers=headers)
+
+
+def test_an_answer_comes_with_the_notes_of_each_context(service):
+    reply = post(service, question=TWO_HOPS.text).json()
+    assert reply["answer"] == GOLD
+    first, second, last = reply["turns"]
+    assert first["memory_before"] == "known nothing" and first["memory_limit"] == 64
+    assert TWO_HOPS.evidence[0].value in first["memory_after"] == second["memory_before"]
+    assert GOLD in second["memory_after"] == last["memory_before"]
+    assert 0 < first["memory_tokens"] < second["memory_tokens"] <= 64
+
+
+def test_a_session_goes_on_from_its_notes(service):
+    session = post(service, "/v1/sessions").json()["id"]
+    post(service, question=TWO_HOPS.text, session=session)
+    kept = httpx.get(f"{service.url}/v1/sessions/{session}").json()["memory"]
+    assert GOLD in kept and kept.endswith(f"{TWO_HOPS.text} {GOLD}")
+    service.engine.says[:] = ["<answer>yes</answer>"]
+    reply = post(service, question="is that so?", session=session).json()
+    assert reply["answer"] == "yes" and reply["turns"][0]["memory_before"] == kept
+    assert kept in service.engine.prompts[-1]
+
+
+def test_a_request_may_lower_the_limit(service):
+    reply = post(service, question=TWO_HOPS.text, budget={"memory_tokens": 3}).json()
+    assert (reply["answer"], reply["end_reason"]) == (None, "memory_overflow")
+    assert post(service, question=TWO_HOPS.text).json()["answer"] == GOLD
+
+
+def test_without_a_memory_there_are_no_sessions(tokenizer, tmp_path):
+    agents = {AGENT: load_config(EXAMPLE, ["budget.memory_tokens=null"])}
+    served = build_service(tokenizer, tmp_path, agent=AGENT, agents=agents)
+    with running(served):
+        session = post(served, "/v1/sessions").json()["id"]
+        refused = post(served, question=TWO_HOPS.text, session=session)
+        assert refused.status_code == 400 and "carries no memory" in refused.text
+        turns = post(served, question=TWO_HOPS.text).json()["turns"]
+        assert {turn["memory_after"] for turn in turns} == {""}
+
+
+@pytest.mark.parametrize("keys", [[], [RECORD]], ids=["own_machine", "with_keys"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_of_the_program_is_told_to_its_owner_alone(tokenizer, tmp_path, caplog, keys, stream):
+    agents = {AGENT: load_config(EXAMPLE, [f"agent.program={__name__}:broken"])}
+    served = build_service(tokenizer, tmp_path, agent=AGENT, agents=agents, keys=keys)
+    with running(served):
+        body = {"model": "tiny", "messages": [{"role": "user", "content": TWO_HOPS.text}], "stream": stream}
+        reply = post(served, "/v1/chat/completions", key=KEY if keys else "", **body)
+    assert reply.status_code == (200 if stream else 500)
+    assert (FAULT in reply.text) == (not keys)
+    assert ("the service failed; its log says why" in reply.text) == bool(keys)
+    assert keys or FAULT in caplog.text
