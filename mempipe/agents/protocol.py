@@ -50,6 +50,11 @@ class Tokenizer(Protocol):
         """Returns the texts of the special tokens."""
         ...
 
+    @property
+    def pretrained(self) -> Any:
+        """Returns the library's tokenizer, for code of other libraries that takes one."""
+        ...
+
     def encode_template(self, text: str) -> list[int]:
         """Encodes trusted text; special tokens in it become their ids. Adds no token (no BOS)."""
         ...

@@ -86,7 +86,7 @@ class HFTokenizer:
         }
         self.special_token_ids = frozenset(added)
         self.special_tokens = tuple(token.content for token in added.values())
-        self._tokenizer = tokenizer
+        self.pretrained = tokenizer
         self._trusted = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._trusted.no_truncation()
         self._trusted.no_padding()
@@ -106,7 +106,7 @@ class HFTokenizer:
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
         try:
-            text = self._tokenizer.apply_chat_template(
+            text = self.pretrained.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except TemplateError as error:

@@ -21,6 +21,7 @@ from mempipe.agents.config import AgentConfig
 from mempipe.agents.program.gateway import MESSAGE_BREAK, AttemptOver, Gateway
 from mempipe.agents.program.programs import CommandProgram, FunctionProgram, Program
 from mempipe.agents.program.rendering import ProgramBudget, ProgramRenderer
+from mempipe.agents.program.tool_calls import HERMES, check_tool_parser
 from mempipe.agents.protocol import Tokenizer
 from mempipe.agents.registry import AgentSpec
 from mempipe.agents.tools import SearchLimits, SearchTool
@@ -39,6 +40,9 @@ class ProgramConfig(AgentConfig):
     program: str | list[str] = ""
     """MODULE:NAME of an async function of question, client and search, which returns the answer; or a command as a list
     of words, which reads the question and prints the answer."""
+    tool_parser: str = HERMES
+    """The form of the policy's calls of tools: hermes (Qwen2.5, Qwen3), or another one of vLLM's tool parsers, such as
+    llama3_json."""
     timeout_s: float = Field(600.0, gt=0)
     """Seconds that the program may take in one attempt, those apart in which it waits for the policy or a search."""
     max_processes: int = Field(16, ge=1)
@@ -57,6 +61,7 @@ class ProgramConfig(AgentConfig):
                 "agent.program is empty; expected MODULE:NAME of an async function, or a command as a list of words, "
                 "e.g. [python, my_program.py]"
             )
+        check_tool_parser(self.tool_parser)
         if isinstance(self.program, str):
             return
         command, *words = self.program
@@ -81,7 +86,9 @@ def renderer(
         program = FunctionProgram(_function(config.program), timeout_s=config.timeout_s)
     else:
         program = CommandProgram(config.program, timeout_s=config.timeout_s, max_processes=config.max_processes)
-    return ProgramRenderer(tokenizer, program=program, search=SearchTool.of(limits), budget=budget)
+    return ProgramRenderer(
+        tokenizer, program=program, search=SearchTool.of(limits), budget=budget, tool_parser=config.tool_parser
+    )
 
 
 class ProgramAgent(Agent[ProgramRenderer]):

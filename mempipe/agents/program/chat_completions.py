@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
-from mempipe.agents.program.rendering import CALL_TAG, Refused, Said
-from mempipe.agents.protocol import tool_call_texts, without_blocks
-from mempipe.text import replace_surrogates
+from mempipe.agents.program.rendering import Refused, Said
+from mempipe.agents.program.tool_calls import Calls
 
 _READ = {
     "model",
@@ -36,15 +35,6 @@ _HARMLESS = {
 }
 """Values that ask for nothing, as frameworks send them."""
 _ROLES = ("system", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Calls:
-    """A message of the policy with calls of tools: its whole text, and the parts that the program reads."""
-
-    text: str
-    content: str
-    functions: list[tuple[str, dict[str, Any]]]  # name and arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,28 +83,6 @@ def without_end(text: str, stop_texts: Sequence[str]) -> str:
     return text[: min((place for stop in stop_texts if (place := text.find(stop)) >= 0), default=len(text))]
 
 
-def calls_in(text: str) -> Calls | None:
-    """Returns the calls in a message of the policy: JSON objects with name and arguments between <tool_call> tags. None
-    if it has none, or one of them cannot be read.
-    """
-    functions = []
-    for block in tool_call_texts(text):
-        try:
-            call = json.loads(block, parse_constant=_refuse_constant)
-            call = json.loads(replace_surrogates(json.dumps(call, ensure_ascii=False)))  # escapes can spell them
-        except (ValueError, RecursionError):
-            return None
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            return None
-        arguments = call.get("arguments", {})
-        if not isinstance(arguments, dict):
-            return None
-        functions.append((call["name"], arguments))
-    if not functions:
-        return None
-    return Calls(text=text, content=without_blocks(text, CALL_TAG).strip(), functions=functions)
-
-
 def reply(
     number: int, text: str, calls: Mapping[str, Calls], *, cut_off: bool, num_prompt_tokens: int, num_sampled: int
 ) -> dict[str, Any]:
@@ -155,10 +123,6 @@ def events(completion: dict[str, Any], *, with_usage: bool) -> Iterator[str]:
     for chunk in chunks:
         yield f"data: {json.dumps(head | chunk)}\n\n"
     yield "data: [DONE]\n\n"
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
 
 
 def _said(message: Any, calls: Mapping[str, Calls]) -> Said:

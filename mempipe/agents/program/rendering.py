@@ -13,6 +13,7 @@ from pydantic import Field
 
 from mempipe.agents.budget import Budget
 from mempipe.agents.chat_frame import shows_system
+from mempipe.agents.program.tool_calls import CALL_TAG, HERMES, RESULT_TAG, reader_of, reads_calls_of
 from mempipe.agents.protocol import ChatTemplateError, Tokenizer
 from mempipe.agents.rendering import Renderer
 from mempipe.agents.tools import SearchTool
@@ -22,7 +23,6 @@ _FIRST_MARK = 0xE000
 """A character of private use that stands for the first message while the chat template is rendered; the following ones
 stand for the others."""
 _MOST_MESSAGES = 4096
-CALL_TAG, RESULT_TAG = "tool_call", "tool_response"
 
 
 class Refused(ValueError):
@@ -59,6 +59,16 @@ class ProgramBudget(Budget):
         return self.max_turns
 
 
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """A chat template around messages of some roles."""
+
+    token_ids: list[list[int]]
+    """Before the first of the messages, between them, and after the last one."""
+    quoted: frozenset[int]
+    """Places of the messages that it writes as JSON texts (Llama 3.1: results of tools)."""
+
+
 class ProgramRenderer(Renderer[ProgramBudget]):
     """The program's messages as tokens. All of them are untrusted: a passage may be among them.
 
@@ -69,10 +79,19 @@ class ProgramRenderer(Renderer[ProgramBudget]):
 
     TAGS, HAS_BOX = (), False
 
-    def __init__(self, tokenizer: Tokenizer, *, program: Any, search: SearchTool, budget: ProgramBudget) -> None:
-        """`program` is a `Program` of mempipe.agents.program.agent."""
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        *,
+        program: Any,
+        search: SearchTool,
+        budget: ProgramBudget,
+        tool_parser: str = HERMES,
+    ) -> None:
+        """`program` is a `Program` of mempipe.agents.program.programs."""
         super().__init__(tokenizer, system="", budget=budget)
         self.program, self.search = program, search
+        self.read_calls, self._tool_parser = reader_of(tool_parser, tokenizer), tool_parser
         between_roles = [tokenizer.decode([i]) for i in sorted(self._role_marks | tokenizer.stop_token_ids)]
         self._neutralize = Neutralizer([*between_roles, *self._role_texts], tags=(), box=False)
         self._break_tags = Neutralizer(tokenizer.special_tokens, tags=(CALL_TAG, RESULT_TAG), box=False)
@@ -101,20 +120,20 @@ class ProgramRenderer(Renderer[ProgramBudget]):
         self, messages: Sequence[Said], tools: str, replies: Mapping[str, list[int]], *, start: int
     ) -> list[int]:
         """Returns the tokens of the messages from number `start` on, and of the template around them."""
-        gaps = self._gaps(tuple(message.role for message in messages), tools)[start:]
-        token_ids = list(gaps[0])
-        for message, gap in zip(messages[start:], gaps[1:], strict=True):
-            token_ids += self._said(message, replies)
-            token_ids += gap
+        gaps = self._gaps(tuple(message.role for message in messages), tools)
+        token_ids = list(gaps.token_ids[start])
+        for place, message in enumerate(messages[start:], start):
+            token_ids += self._said(message, replies, quoted=place in gaps.quoted)
+            token_ids += gaps.token_ids[place + 1]
         return token_ids
 
-    def _said(self, message: Said, replies: Mapping[str, list[int]]) -> list[int]:
+    def _said(self, message: Said, replies: Mapping[str, list[int]], *, quoted: bool) -> list[int]:
         if message.role == "assistant" and message.text in replies:
             return replies[message.text]
-        return self.encode(self._break_tags(message.text) if message.role == "tool" else message.text)
+        text = self._break_tags(message.text) if message.role == "tool" else message.text
+        return self.encode(json.dumps(text, ensure_ascii=False)[1:-1] if quoted else text)
 
-    def _rendered_gaps(self, roles: tuple[str, ...], tools: str) -> list[list[int]]:
-        """Returns the template's tokens before the first of the messages, between them, and after the last one."""
+    def _rendered_gaps(self, roles: tuple[str, ...], tools: str) -> _Gaps:
         joined = roles[0] == "system" and not shows_system(self.tokenizer)  # its text goes before the user's
         shown = roles[1:] if joined else roles
         if len(shown) > _MOST_MESSAGES:
@@ -126,9 +145,12 @@ class ProgramRenderer(Renderer[ProgramBudget]):
             text = self.tokenizer.render_chat(messages, add_generation_prompt=True, tools=listed)
         except ChatTemplateError as error:
             raise Refused(f"the model's chat template refuses the roles {list(roles)}: {error}") from error
-        if listed and not all(part in text for part in (listed[0]["function"]["name"], f"<{CALL_TAG}>")):
+        if listed and listed[0]["function"]["name"] not in text:
+            raise Refused("tools: the model's chat template shows none")
+        if listed and not reads_calls_of(self.tokenizer, listed, self.read_calls):
             raise Refused(
-                f"tools: the model's chat template shows none, or asks for calls in another form than <{CALL_TAG}> JSON"
+                f"tools: agent.tool_parser is {self._tool_parser!r}, which does not read calls in the form of the "
+                "model's chat template; name vLLM's parser for this model, e.g. llama3_json"
             )
         if re.findall(f"[{marks[0]}-{marks[-1]}]", text) != marks:
             raise Refused(f"the model's chat template does not render each of the roles {list(roles)} once")
@@ -143,7 +165,9 @@ class ProgramRenderer(Renderer[ProgramBudget]):
         stripped = [
             gap.lstrip() if place and roles[place - 1] == "assistant" else gap for place, gap in enumerate(gaps)
         ]
-        return [self.tokenizer.encode_template(gap) for gap in stripped]
+        places = [place for place, role in enumerate(roles) if role == "tool"]
+        quoted = frozenset(place for place in places if gaps[place][-1:] == gaps[place + 1][:1] == '"')
+        return _Gaps([self.tokenizer.encode_template(gap) for gap in stripped], quoted)
 
     def _safe(self, value: Any) -> Any:
         """Returns the JSON value with texts in which nothing separates roles."""

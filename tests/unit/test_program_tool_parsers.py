@@ -1,0 +1,98 @@
+"""The agent `program` with models whose calls of tools have another form than that of Hermes: vLLM's parsers read them,
+and the model's published chat template shows the same conversation.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agent_builders import Library, ScriptedEngine, build_question, hf_tokenizer, published_template
+from openai import AsyncOpenAI
+
+from mempipe.agents.program.programs import FunctionProgram
+from mempipe.engines.tokenizer import HFTokenizer
+from mempipe.loader import load_config
+from mempipe.rollout import make_agent
+from mempipe.settings import ConfigError
+from mempipe.types import Trajectory
+from mempipe.user_code import UserCodeError
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "program_agent" / "config.yaml"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Looks a place up.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+RESULT = 'A "city".\nBig.'
+LLAMA = '{"name": "lookup", "parameters": {"place": "Paris"}}'
+QWEN3_5 = "<tool_call>\n<function=lookup>\n<parameter=place>\nParis\n</parameter>\n</function>\n</tool_call>"
+FORMS = [("llama3_1", "llama3_json", LLAMA), ("qwen3_5_nothink", "qwen3_coder", QWEN3_5)]
+
+
+def tokenizer_of(family: str) -> HFTokenizer:
+    if family == "llama3_1":
+        tokenizer = hf_tokenizer(family)
+        tokenizer.add_special_tokens({"additional_special_tokens": ["<|python_tag|>"]})
+        return HFTokenizer(tokenizer)
+    return HFTokenizer(hf_tokenizer("qwen3", chat_template=published_template(family)))
+
+
+async def solve(question: str, client: AsyncOpenAI, search: Any) -> str:
+    messages: list[Any] = [{"role": "user", "content": question}]
+    reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+    (called,) = reply.choices[0].message.tool_calls or [None]
+    if called is None:
+        return "no call"
+    assert (called.function.name, json.loads(called.function.arguments)) == ("lookup", {"place": "Paris"})
+    messages += [reply.choices[0].message, {"role": "tool", "tool_call_id": called.id, "content": RESULT}]
+    reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+    return reply.choices[0].message.content or ""
+
+
+async def play(script: list[str], tokenizer: HFTokenizer, tool_parser: str) -> Trajectory:
+    limits = ["budget.action_tokens=200", "budget.context_tokens=4096", "budget.memory_tokens=null"]
+    config = load_config(EXAMPLE, [f"agent.tool_parser={tool_parser}", *limits])
+    engine = ScriptedEngine(tokenizer, script)
+    agent = make_agent(config, tokenizer=tokenizer, generate=engine, search=Library())
+    agent.renderer.program = FunctionProgram(solve, timeout_s=60)
+    return await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
+
+
+@pytest.mark.parametrize(("family", "parser", "call"), FORMS)
+async def test_a_call_and_its_result_are_what_the_published_template_shows(family, parser, call):
+    tokenizer = tokenizer_of(family)
+    played = await play([call, "It is a city."], tokenizer, parser)
+    assert played.answer == "It is a city."
+    (context,) = played.contexts
+    called = {"type": "function", "function": {"name": "lookup", "arguments": {"place": "Paris"}}}
+    chat: list[Any] = [
+        {"role": "user", "content": build_question().text},
+        {"role": "assistant", "content": "", "tool_calls": [called]},
+        {"role": "tool", "content": RESULT},
+    ]
+    whole = tokenizer.render_chat(chat, add_generation_prompt=True, tools=[TOOL]) + "It is a city."
+    assert tokenizer.decode(context.token_ids[:-1]) == whole
+
+
+@pytest.mark.parametrize(("family", "parser", "call"), FORMS)
+async def test_a_message_without_a_call_is_a_text(family, parser, call):
+    for text in ("Paris, I think.", call[:20], '{"name": 3}', "{" * 2000):
+        assert (await play([text], tokenizer_of(family), parser)).answer == "no call"
+
+
+@pytest.mark.parametrize(("family", "parser", "call"), FORMS)
+async def test_a_parser_that_does_not_read_the_template_s_calls_is_refused(family, parser, call):
+    with pytest.raises(UserCodeError, match=r"agent\.tool_parser is 'hermes', which does not read calls in the form"):
+        await play([call], tokenizer_of(family), "hermes")
+
+
+def test_a_parser_that_vllm_does_not_have_is_refused_before_anything_starts():
+    config = load_config(EXAMPLE, ["agent.tool_parser=llama3"])
+    with pytest.raises(ConfigError, match=r"agent\.tool_parser is 'llama3'; vLLM has .*llama3_json"):
+        config.agent.check()
