@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 import warnings
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with signals_interrupt():
             return arguments.command(arguments) or 0
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_option_meant(error, arguments) or error}", file=sys.stderr)
         return EXIT_CONFIG
     except BrokenPipeError:  # the reader of a pipe has closed it, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -63,6 +64,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         print("(MEMPIPE_DEBUG=1 shows where)", file=sys.stderr)
         return EXIT_RUN
+
+
+def _option_meant(error: ConfigError, arguments: argparse.Namespace) -> str:
+    """Returns a sentence about an option that was written as a setting, as port=8000; "" for another error."""
+    name, found, _ = str(error).partition(" is not a setting")
+    is_option = re.search(rf"--{re.escape(name)}\b", arguments.usage()) if found else None
+    return f"{name} is an option of this command, not a setting: --{name}" if is_option else ""
 
 
 def _formatted(message: Warning | str, category: type[Warning], *place: Any, **line: Any) -> str:

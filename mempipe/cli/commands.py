@@ -20,7 +20,7 @@ def add_command(
     `continues`: the same command, given again, continues the work that an interruption left.
     """
     command = commands.add_parser(name, help=summary, description=summary)
-    command.set_defaults(command=function, continues=continues)
+    command.set_defaults(command=function, continues=continues, usage=command.format_usage)
     return command
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from miniature import QUICKSTART
 
 from mempipe.agents.registry import BUILT_IN
 from mempipe.cli import _parsed, main
@@ -198,6 +199,16 @@ def test_an_index_is_built_of_texts_without_a_config_and_what_it_cannot_read_is_
     assert (config.corpus, config.encoder, config.lexical) == ([str(tmp_path / "notes.txt")], None, True)
     (tmp_path / "i.yaml").write_text(f"output: {tmp_path / 'i'}\n")
     assert load_index_config(tmp_path / "i.yaml", ["corpus=notes.txt"]).corpus == ["notes.txt"]
+
+
+@pytest.mark.parametrize("word", ["resume=true", "port=80"])
+def test_an_option_that_is_written_as_a_setting_is_named(word, capsys):
+    name = word.partition("=")[0]
+    command = "train" if name == "resume" else "serve"
+    assert main([command, str(QUICKSTART), word]) == 2
+    assert f"{name} is an option of this command, not a setting: --{name}\n" in capsys.readouterr().err
+    assert main([command, str(QUICKSTART), "resum=true"]) == 2
+    assert "resum is not a setting" in capsys.readouterr().err
 
 
 def test_an_index_is_searched_and_other_peoples_files_become_one(tmp_path, capsys):
