@@ -55,12 +55,12 @@ async def solve(question: str, client: AsyncOpenAI, search: Any) -> str:
     return reply.choices[0].message.content or ""
 
 
-async def play(script: list[str], tokenizer: HFTokenizer, tool_parser: str) -> Trajectory:
+async def play(script: list[str], tokenizer: HFTokenizer, tool_parser: str, program: Any = solve) -> Trajectory:
     limits = ["budget.action_tokens=200", "budget.context_tokens=4096", "budget.memory_tokens=null"]
     config = load_config(EXAMPLE, [f"agent.tool_parser={tool_parser}", *limits])
     engine = ScriptedEngine(tokenizer, script)
     agent = make_agent(config, tokenizer=tokenizer, generate=engine, search=Library())
-    agent.renderer.program = FunctionProgram(solve, timeout_s=60)
+    agent.renderer.program = FunctionProgram(program, timeout_s=60)
     return await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
 
 
@@ -96,3 +96,22 @@ def test_a_parser_that_vllm_does_not_have_is_refused_before_anything_starts():
     config = load_config(EXAMPLE, ["agent.tool_parser=llama3"])
     with pytest.raises(ConfigError, match=r"agent\.tool_parser is 'llama3'; vLLM has .*llama3_json"):
         config.agent.check()
+
+
+async def test_a_parser_for_another_vocabulary_is_refused_when_the_agent_is_made():
+    with pytest.raises(ConfigError, match=r"vLLM's tool parser 'llama3_json' cannot be used: .*python_tag"):
+        await play([], tokenizer_of("qwen3_5_nothink"), "llama3_json")
+
+
+async def test_tools_that_vllm_does_not_take_are_refused_by_name():
+    async def asks(question: str, client: AsyncOpenAI, search: Any) -> str:
+        tools: Any = [{"type": "function", "function": {"name": "lookup", "parameters": 7}}]
+        reply = await client.chat.completions.create(
+            model="policy", messages=[{"role": "user", "content": question}], tools=tools
+        )
+        return reply.choices[0].message.content or ""
+
+    with pytest.raises(
+        UserCodeError, match=r"Error code: 400 - tools: vLLM's tool parser 'llama3_json' cannot be used"
+    ):
+        await play(["x"], tokenizer_of("llama3_1"), "llama3_json", asks)

@@ -17,6 +17,7 @@ from mempipe.agents.program.tool_calls import CALL_TAG, HERMES, RESULT_TAG, read
 from mempipe.agents.protocol import ChatTemplateError, Tokenizer
 from mempipe.agents.rendering import Renderer
 from mempipe.agents.tools import SearchTool
+from mempipe.settings import ConfigError
 from mempipe.text import Neutralizer
 
 _FIRST_MARK = 0xE000
@@ -147,11 +148,8 @@ class ProgramRenderer(Renderer[ProgramBudget]):
             raise Refused(f"the model's chat template refuses the roles {list(roles)}: {error}") from error
         if listed and listed[0]["function"]["name"] not in text:
             raise Refused("tools: the model's chat template shows none")
-        if listed and not reads_calls_of(self.tokenizer, listed, self.read_calls):
-            raise Refused(
-                f"tools: agent.tool_parser is {self._tool_parser!r}, which does not read calls in the form of the "
-                "model's chat template; name vLLM's parser for this model, e.g. llama3_json"
-            )
+        if listed:
+            self._check_calls(listed)
         if re.findall(f"[{marks[0]}-{marks[-1]}]", text) != marks:
             raise Refused(f"the model's chat template does not render each of the roles {list(roles)} once")
         gaps = []
@@ -168,6 +166,17 @@ class ProgramRenderer(Renderer[ProgramBudget]):
         places = [place for place, role in enumerate(roles) if role == "tool"]
         quoted = frozenset(place for place in places if gaps[place][-1:] == gaps[place + 1][:1] == '"')
         return _Gaps([self.tokenizer.encode_template(gap) for gap in stripped], quoted)
+
+    def _check_calls(self, tools: list[dict[str, Any]]) -> None:
+        try:
+            are_read = reads_calls_of(self.tokenizer, tools, self.read_calls)
+        except ConfigError as error:
+            raise Refused(f"tools: {error}") from error
+        if not are_read:
+            raise Refused(
+                f"tools: agent.tool_parser is {self._tool_parser!r}, which does not read calls in the form of the "
+                "model's chat template; name vLLM's parser for this model, e.g. llama3_json"
+            )
 
     def _safe(self, value: Any) -> Any:
         """Returns the JSON value with texts in which nothing separates roles."""

@@ -43,7 +43,7 @@ def check_tool_parser(name: str) -> None:
 
 def reads_calls_of(tokenizer: Tokenizer, tools: list[dict[str, Any]], read: ReadCalls) -> bool:
     """Returns whether `read` finds a call of the first tool as the chat template writes it. True where the template
-    writes none: then only the policy knows the form.
+    writes none: then only the policy knows the form. Raises ConfigError for tools that the parser does not take.
     """
     name = tools[0]["function"]["name"]
     asked = {"role": "user", "content": "x"}
@@ -81,19 +81,23 @@ def _reader_of_vllm(name: str, tokenizer: Tokenizer) -> ReadCalls:
     @functools.lru_cache(maxsize=64)
     def made(tools: str) -> tuple[Any, ChatCompletionRequest]:
         asked = [{"role": "user", "content": ""}]
-        request = ChatCompletionRequest.model_validate({"messages": asked, "tools": json.loads(tools)})
-        return parser(tokenizer.pretrained, request.tools), request
+        try:
+            request = ChatCompletionRequest.model_validate({"messages": asked, "tools": json.loads(tools)})
+            return parser(tokenizer.pretrained, request.tools), request
+        except Exception as error:  # a token that the model's vocabulary lacks, tools that vLLM does not take
+            raise ConfigError(f"vLLM's tool parser {name!r} cannot be used: {error}") from error
 
     def read(text: str, tools: str) -> Calls | None:
         reading, request = made(tools)
         try:
             found = reading.extract_tool_calls(text, request)
-            calls = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
-            functions = [_function({"name": name, "arguments": arguments}) for name, arguments in calls]
+            called = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
+            functions = [_function({"name": function, "arguments": arguments}) for function, arguments in called]
         except Exception:  # whatever a parser does with a text that it does not expect
             return None
         return Calls(text=text, content=(found.content or "").strip(), functions=functions) if functions else None
 
+    made("null")
     return read
 
 
