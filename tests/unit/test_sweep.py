@@ -77,6 +77,16 @@ def test_every_budget_has_a_trial_for_each_seed_and_an_agent_without_one_is_a_re
     assert {trial.suite.folder.parent for trial in planned} == {tmp_path / "small" / "trials"}
 
 
+def test_a_program_has_the_budgets_if_it_states_a_memory(tmp_path):
+    program = {"model": {"path": "m"}, "agent": {"name": "program", "program": "program_agent.program:solve"}}
+    runs = [
+        {"name": "notes", "settings": {**program, "budget": {"memory_tokens": 64}}},
+        {"name": "silent", "settings": program},
+    ]
+    planned = trials(config(tmp_path, runs=runs))
+    assert [trial.name for trial in planned] == ["notes-memory-4-seed-1", "notes-memory-8-seed-1", "silent-seed-1"]
+
+
 def test_a_control_is_a_reference_whatever_its_budget(tmp_path):
     model = {"model": {"path": "m"}}
     control = {"name": "blind", "control": "no_memory", "settings": model}
