@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
@@ -109,7 +108,7 @@ class HFTokenizer:
             text = self.pretrained.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
             )
-        except TemplateError as error:
+        except Exception as error:  # a template is code: it may refuse the messages, or fail at them
             raise ChatTemplateError(str(error)) from error
         assert isinstance(text, str), "one conversation renders to one text"
         return text

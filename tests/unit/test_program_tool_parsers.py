@@ -5,6 +5,7 @@ and the model's published chat template shows the same conversation.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from agent_builders import Library, ScriptedEngine, build_question, hf_tokenizer
 from openai import AsyncOpenAI
 
 from mempipe.agents.program.programs import FunctionProgram
+from mempipe.agents.program.tool_calls import _written, reader_of, reads_calls_of
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
@@ -33,6 +35,20 @@ RESULT = 'A "city".\nBig.'
 LLAMA = '{"name": "lookup", "parameters": {"place": "Paris"}}'
 QWEN3_5 = "<tool_call>\n<function=lookup>\n<parameter=place>\nParis\n</parameter>\n</function>\n</tool_call>"
 FORMS = [("llama3_1", "llama3_json", LLAMA), ("qwen3_5_nothink", "qwen3_coder", QWEN3_5)]
+
+READ = [
+    ("deepseekv3", "deepseek_v3"),
+    ("gemma4", "gemma4"),
+    ("glm4moe", "glm45"),
+    ("lfm2_2_5", "lfm2"),
+    ("llama3_2", "llama3_json"),
+    ("nemotron_3_nano", "qwen3_coder"),
+    ("qwen2_5", "hermes"),
+    ("qwen3_instruct_2507", "hermes"),
+    ("qwen3_5_think", "qwen3_coder"),
+    ("qwen3_6", "qwen3_coder"),
+]
+MARK = re.compile(r"<\|[^|<>]{2,40}\|>|<｜[^<>]{2,40}｜>|\[[A-Z_]{3,}\]|</?[a-z_]{3,20}>")
 
 
 def tokenizer_of(family: str) -> HFTokenizer:
@@ -78,6 +94,18 @@ async def test_a_call_and_its_result_are_what_the_published_template_shows(famil
     ]
     whole = tokenizer.render_chat(chat, add_generation_prompt=True, tools=[TOOL]) + "It is a city."
     assert tokenizer.decode(context.token_ids[:-1]) == whole
+
+
+@pytest.mark.parametrize(("template", "parser"), READ)
+def test_a_parser_reads_the_calls_of_the_published_template(template, parser):
+    text = published_template(template)
+    tokenizer = hf_tokenizer("qwen3", chat_template=text)
+    marks = sorted({*MARK.findall(text), "<|python_tag|>", "<|tool_call>", "<tool_call|>"})
+    tokenizer.add_special_tokens({"additional_special_tokens": marks, "bos_token": "<|endoftext|>"})
+    made = HFTokenizer(tokenizer)
+    calls = [{"name": "lookup", "arguments": arguments} for arguments in ({}, "{}")]
+    assert any("lookup" in _written(made, [TOOL], call) for call in calls)
+    assert reads_calls_of(made, [TOOL], reader_of(parser, made))
 
 
 @pytest.mark.parametrize(("family", "parser", "call"), FORMS)

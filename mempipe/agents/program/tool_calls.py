@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -46,18 +45,25 @@ def reads_calls_of(tokenizer: Tokenizer, tools: list[dict[str, Any]], read: Read
     writes none: then only the policy knows the form. Raises ConfigError for tools that the parser does not take.
     """
     name = tools[0]["function"]["name"]
+    for no_arguments in ({}, "{}"):  # a template takes an object, or its JSON
+        written = _written(tokenizer, tools, {"name": name, "arguments": no_arguments})
+        if name in written:
+            found = read(written, json.dumps(tools))
+            return found is not None and found.functions == [(name, {})]
+    return True
+
+
+def _written(tokenizer: Tokenizer, tools: list[dict[str, Any]], function: dict[str, Any]) -> str:
+    """Returns a message with this call as the chat template writes it, its header included; "" where it does not."""
+    call = {"id": "call00000", "type": "function", "function": function}
     asked = {"role": "user", "content": "x"}
-    call = {"id": "call00000", "type": "function", "function": {"name": name, "arguments": {}}}
+    chat: list[Any] = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
     try:
-        before = tokenizer.render_chat([asked], add_generation_prompt=True, tools=tools)
-        chat: list[Any] = [asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        before = tokenizer.render_chat([asked], add_generation_prompt=False, tools=tools)
         after = tokenizer.render_chat(chat, add_generation_prompt=False, tools=tools)
     except ChatTemplateError:
-        return True
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(before, after, strict=False))
-    written = after[len(list(same)) :]
-    found = read(written, json.dumps(tools))
-    return name not in written or (found is not None and found.functions == [(name, {})])
+        return ""
+    return after.removeprefix(before) if after.startswith(before) else ""
 
 
 def _hermes(text: str, tools: str) -> Calls | None:
