@@ -370,10 +370,10 @@ async def test_a_reply_may_be_sent_back_as_the_object_that_it_is():
 
 async def test_another_api_is_refused_by_name_with_the_programs_line():
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
-        return (await client.responses.create(model="policy", input=question)).output_text
+        return (await client.completions.create(model="policy", prompt=question)).choices[0].text
 
     with pytest.raises(
-        UserCodeError, match=r"no /v1/responses; it takes chat\.completions\.create, .*test_program_agent\.py, line"
+        UserCodeError, match=r"no /v1/completions; it takes chat\.completions\.create, .*test_program_agent\.py, line"
     ):
         await play([], program)
 

@@ -19,6 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mempipe.agents.program import responses
 from mempipe.agents.program.chat_completions import events
 from mempipe.agents.program.gateway import AttemptOver, Gateway
 from mempipe.agents.program.rendering import Refused
@@ -66,6 +67,8 @@ class _Server(uvicorn.Server):
 
 
 def _app(gateway: Gateway, *, key: str) -> Starlette:
+    earlier: dict[str, responses.Messages] = {}
+
     def route(path: str, method: str, answer: Callable[[Any], Awaitable[Response]]) -> Route:
         async def endpoint(request: Request) -> Response:
             if not hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode()):
@@ -90,6 +93,15 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
             return JSONResponse(completion)
         return Response("".join(events(completion, with_usage=request.streams_usage)), media_type="text/event-stream")
 
+    async def respond(body: Any) -> Response:
+        asked, messages = responses.chat_request(body, earlier)
+        completion = await gateway.complete(gateway.read(asked))
+        made = responses.response(completion, body)
+        earlier[made["id"]] = [*messages, completion["choices"][0]["message"]]
+        if not body.get("stream"):
+            return JSONResponse(made)
+        return Response("".join(responses.events(made)), media_type="text/event-stream")
+
     async def search(body: Any) -> Response:
         query = body.get("query") if isinstance(body, dict) else None
         if not isinstance(query, str):
@@ -105,12 +117,13 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
     async def elsewhere(request: Request) -> Response:
         return _error(
             404,
-            f"the gateway has no {request.url.path}; it takes chat.completions.create, models.list, /v1/search and "
-            "/v1/memory",
+            f"the gateway has no {request.url.path}; it takes chat.completions.create, responses.create, "
+            "models.list, /v1/search and /v1/memory",
         )
 
     routes = [
         route("/v1/chat/completions", "POST", complete),
+        route("/v1/responses", "POST", respond),
         route("/v1/search", "POST", search),
         route("/v1/memory", "GET", memory),
         route("/v1/models", "GET", models),
