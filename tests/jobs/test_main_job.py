@@ -311,14 +311,9 @@ def test_promise_3_no_context_exceeds_the_budget(job):
 @pytest.mark.parametrize("label, model, version", [("before", "warm_start", 0), ("after", "huggingface", NUM_STEPS)])
 def test_promise_1_recorded_logprobs_are_those_of_the_model_that_sampled(job, label, model, version):
     """From the engine's sampling through stream and file:
-    scoring the recorded ids again gives the recorded log-probs.
-
-    The weights of another version differ at most tokens. In one run a single token of 883 differed by
-    0.0017, from float64 too, and the mean of all by 3e-6: there the model is steep.
-    """
+    scoring the recorded ids again gives the recorded log-probs."""
     policy = AutoModelForCausalLM.from_pretrained(job.folder / model, dtype=torch.float32).eval()
     contexts = _contexts(read_trajectories(job.folder / "evaluation" / f"{label}.parquet")[:FEW])
-    gaps = list[float]()
     for context in contexts:
         scores = _logprobs(policy, context.token_ids)
         sampled = [i for i, bit in enumerate(context.loss_mask) if bit]
@@ -326,9 +321,8 @@ def test_promise_1_recorded_logprobs_are_those_of_the_model_that_sampled(job, la
         assert {context.policy_versions[i] for i in sampled} == {version}
         for i in sampled:
             row = scores[i - 1]
-            gaps.append(abs(context.logprobs[i] - row[context.token_ids[i]].item()))
-            assert row[context.token_ids[i]] >= row.max() - 10 * TOLERANCE  # greedy
-    assert fmean(gaps) < TOLERANCE / 10 and max(gaps) < 10 * TOLERANCE
+            assert context.logprobs[i] == pytest.approx(row[context.token_ids[i]].item(), abs=TOLERANCE)
+            assert row[context.token_ids[i]] >= row.max() - TOLERANCE  # greedy
     assert len(contexts) >= FEW
 
 
@@ -488,8 +482,8 @@ def test_the_reward_rises(job, started):
     In nine such runs, of five seeds, exact match of greedy answers rose from 1 of 96 questions to 12 up to 48. It
     jumps: the likeliest memory is the useless one until a useful one has half of the probability. But a run that
     learnt nothing (lr 1e-12) gave the greedy answers of before, so any rise tells. The mean of sampled attempts moves
-    steadily: in ten runs exact match rose by 0.07 to 0.20, with a standard error of 0.016, in an eleventh by 0.023
-    (greedy: from 6 questions to 23). Attempts of one policy differ by 0.01.
+    steadily: in ten runs exact match rose by 0.07 to 0.20, with a standard error of 0.016, and attempts of one policy
+    differ by 0.01.
 
     The share of kept facts rose by 0.15 to 0.42 in the same runs, but fell by 0.03 in an eleventh whose exact match
     rose. So six steps need not teach to remember; that the whole quickstart does, its own report shows.
@@ -499,7 +493,7 @@ def test_the_reward_rises(job, started):
     assert report["em_end"] > report["em_start"], report
     before, after = ([*played.values()] for played in (started.before, started.after))
     assert len(before) == len(after) == NUM_QUESTIONS
-    assert _share_right(after) > _share_right(before) + 0.02
+    assert _share_right(after) > _share_right(before) + 0.03
 
 
 def _share_right(groups: list[Group]) -> float:
