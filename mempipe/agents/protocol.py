@@ -9,7 +9,7 @@ between `<answer>` tags (`mempipe.agents.tagged`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,6 +20,24 @@ from mempipe.types import Completion, EndReason, SearchResult
 
 class ChatTemplateError(ValueError):
     """The chat template refuses these messages."""
+
+
+class UnreadableCall(ValueError):
+    """A message of the policy holds a call of a tool in a form that cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedCalls:
+    """A message of the policy as a parser of tool calls takes it apart."""
+
+    content: str
+    """The text besides the calls."""
+    calls: list[tuple[str, str]]
+    """Name and arguments, as JSON, of each."""
+
+
+ParseCalls = Callable[[str, str], ParsedCalls]
+"""(message, tools as JSON) -> its calls; raises UnreadableCall."""
 
 
 class UnfitQuestion(ValueError):
@@ -50,11 +68,6 @@ class Tokenizer(Protocol):
         """Returns the texts of the special tokens."""
         ...
 
-    @property
-    def pretrained(self) -> Any:
-        """Returns the library's tokenizer, for code of other libraries that takes one."""
-        ...
-
     def encode_template(self, text: str) -> list[int]:
         """Encodes trusted text; special tokens in it become their ids. Adds no token (no BOS)."""
         ...
@@ -74,6 +87,12 @@ class Tokenizer(Protocol):
     ) -> str:
         """Applies the chat template to role/content messages, and to tools in OpenAI's form. Raises ChatTemplateError
         when it refuses them.
+        """
+        ...
+
+    def tool_parser(self, name: str) -> ParseCalls:
+        """Returns the parser of tool calls that has this name. Raises ConfigError for another name, and for a parser
+        that does not fit the vocabulary; the parser raises it for tools that it does not take.
         """
         ...
 

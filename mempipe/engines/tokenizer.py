@@ -17,7 +17,7 @@ import tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.hub import cached_file
 
-from mempipe.agents.protocol import ChatTemplateError
+from mempipe.agents.protocol import ChatTemplateError, ParseCalls
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import check_folder
 from mempipe.storage.files import is_local_path, recover_folder
@@ -85,7 +85,7 @@ class HFTokenizer:
         }
         self.special_token_ids = frozenset(added)
         self.special_tokens = tuple(token.content for token in added.values())
-        self.pretrained = tokenizer
+        self._tokenizer = tokenizer
         self._trusted = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._trusted.no_truncation()
         self._trusted.no_padding()
@@ -105,13 +105,18 @@ class HFTokenizer:
         self, messages: Sequence[dict[str, str]], *, add_generation_prompt: bool, tools: Sequence[dict[str, Any]] = ()
     ) -> str:
         try:
-            text = self.pretrained.apply_chat_template(
+            text = self._tokenizer.apply_chat_template(
                 list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except Exception as error:  # a template is code: it may refuse the messages, or fail at them
             raise ChatTemplateError(str(error)) from error
         assert isinstance(text, str), "one conversation renders to one text"
         return text
+
+    def tool_parser(self, name: str) -> ParseCalls:
+        from mempipe.engines.vllm_tools import parser_of
+
+        return parser_of(name, self._tokenizer)
 
     def _encode_untrusted(self, text: str) -> tuple[int, ...]:
         token_ids = self._untrusted.encode(replace_surrogates(text), add_special_tokens=False).ids

@@ -170,6 +170,12 @@ def test_ray_appears_only_in_the_files_that_are_for_it():
     assert [place for place in found if not place.startswith(("actors/", "direct/", "serve/", "streams/"))] == []
 
 
+PLACES = {
+    "vllm": ("engines/generator.py", "engines/weights.py", "engines/vllm_"),
+    "faiss": ("retrieval/",),
+}
+"""The starts of the paths, below mempipe/, of the files that may import a library (docs/architecture.md)."""
+
 LAYERS = [
     {
         "types",
@@ -228,6 +234,17 @@ def test_the_table_of_the_docs_is_the_one_that_is_checked():
 
 def test_a_package_imports_only_packages_below_it():
     assert [sentence for part in ("mempipe", "pipelines", "jobs") for sentence in upward_imports(part)] == []
+
+
+@pytest.mark.parametrize("library", PLACES)
+def test_a_library_occurs_only_in_its_places(library):
+    """Imports inside functions and under TYPE_CHECKING count as well."""
+    using = [
+        path.relative_to(ROOT / "mempipe").as_posix()
+        for path in sources("mempipe")
+        if library in {name.split(".")[0] for name in imports(path)}
+    ]
+    assert using and [path for path in using if not path.startswith(PLACES[library])] == []
 
 
 def upward_imports(part: str) -> list[str]:

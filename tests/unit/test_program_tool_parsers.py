@@ -14,10 +14,10 @@ from agent_builders import Library, ScriptedEngine, build_question, hf_tokenizer
 from openai import AsyncOpenAI
 
 from mempipe.agents.program.programs import FunctionProgram
-from mempipe.agents.program.tool_calls import _written, reader_of, reads_calls_of
+from mempipe.agents.program.tool_calls import _written, parser_of, reads_calls_of
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.loader import load_config
-from mempipe.rollout import make_agent
+from mempipe.rollout import make_agent, make_renderer
 from mempipe.settings import ConfigError
 from mempipe.types import Trajectory
 from mempipe.user_code import UserCodeError
@@ -105,7 +105,7 @@ def test_a_parser_reads_the_calls_of_the_published_template(template, parser):
     made = HFTokenizer(tokenizer)
     calls = [{"name": "lookup", "arguments": arguments} for arguments in ({}, "{}")]
     assert any("lookup" in _written(made, [TOOL], call) for call in calls)
-    assert reads_calls_of(made, [TOOL], reader_of(parser, made))
+    assert reads_calls_of(made, [TOOL], parser_of(parser, made))
 
 
 @pytest.mark.parametrize(("family", "parser", "call"), FORMS)
@@ -120,10 +120,10 @@ async def test_a_parser_that_does_not_read_the_template_s_calls_is_refused(famil
         await play([call], tokenizer_of(family), "hermes")
 
 
-def test_a_parser_that_vllm_does_not_have_is_refused_before_anything_starts():
+def test_a_parser_that_vllm_does_not_have_is_refused_when_the_agent_is_made():
     config = load_config(EXAMPLE, ["agent.tool_parser=llama3"])
     with pytest.raises(ConfigError, match=r"agent\.tool_parser is 'llama3'; vLLM has .*llama3_json"):
-        config.agent.check()
+        make_renderer(config, tokenizer=tokenizer_of("llama3_1"))
 
 
 async def test_a_parser_for_another_vocabulary_is_refused_when_the_agent_is_made():

@@ -21,7 +21,7 @@ from mempipe.agents.config import AgentConfig
 from mempipe.agents.program.gateway import MESSAGE_BREAK, AttemptOver, Gateway
 from mempipe.agents.program.programs import CommandProgram, FunctionProgram, Program
 from mempipe.agents.program.rendering import ProgramBudget, ProgramRenderer
-from mempipe.agents.program.tool_calls import HERMES, check_tool_parser
+from mempipe.agents.program.tool_calls import HERMES
 from mempipe.agents.protocol import Tokenizer
 from mempipe.agents.registry import AgentSpec
 from mempipe.agents.tools import SearchLimits, SearchTool
@@ -61,7 +61,6 @@ class ProgramConfig(AgentConfig):
                 "agent.program is empty; expected MODULE:NAME of an async function, or a command as a list of words, "
                 "e.g. [python, my_program.py]"
             )
-        check_tool_parser(self.tool_parser)
         if isinstance(self.program, str):
             return
         command, *words = self.program

@@ -12,7 +12,7 @@ from typing import Any
 from mempipe.agents.program.chat_completions import ChatRequest, read_request, reply, without_end
 from mempipe.agents.program.memories import StatedMemories
 from mempipe.agents.program.rendering import ProgramRenderer, Refused, Said
-from mempipe.agents.program.tool_calls import Calls
+from mempipe.agents.program.tool_calls import Calls, calls_in
 from mempipe.agents.turn import Memory, Message, Turn, without_stop
 from mempipe.text import replace_surrogates
 from mempipe.types import EndReason, Search
@@ -143,7 +143,7 @@ class Gateway:
         text = without_end(message.text, request.stop_texts)
         self._replies[text] = without_stop(turn.token_ids[num_prompt_tokens:], self.renderer)
         self._open.append(Open(turn, request.tools, [*request.messages, Said("assistant", text)]))
-        found = self.renderer.read_calls(text, request.tools) if request.tools else None
+        found = calls_in(text, request.tools, self.renderer.parse_calls) if request.tools else None
         calls = {f"call_{number}_{place}": found for place, _ in enumerate(found.functions)} if found else {}
         self._calls |= calls
         num_sampled = len(turn.token_ids) - num_prompt_tokens

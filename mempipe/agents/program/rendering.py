@@ -13,7 +13,7 @@ from pydantic import Field
 
 from mempipe.agents.budget import Budget
 from mempipe.agents.chat_frame import shows_system
-from mempipe.agents.program.tool_calls import CALL_TAG, HERMES, RESULT_TAG, reader_of, reads_calls_of
+from mempipe.agents.program.tool_calls import CALL_TAG, HERMES, RESULT_TAG, parser_of, reads_calls_of
 from mempipe.agents.protocol import ChatTemplateError, Tokenizer
 from mempipe.agents.rendering import Renderer
 from mempipe.agents.tools import SearchTool
@@ -92,7 +92,7 @@ class ProgramRenderer(Renderer[ProgramBudget]):
         """`program` is a `Program` of mempipe.agents.program.programs."""
         super().__init__(tokenizer, system="", budget=budget)
         self.program, self.search = program, search
-        self.read_calls, self._tool_parser = reader_of(tool_parser, tokenizer), tool_parser
+        self.parse_calls, self._tool_parser = parser_of(tool_parser, tokenizer), tool_parser
         between_roles = [tokenizer.decode([i]) for i in sorted(self._role_marks | tokenizer.stop_token_ids)]
         self._neutralize = Neutralizer([*between_roles, *self._role_texts], tags=(), box=False)
         self._break_tags = Neutralizer(tokenizer.special_tokens, tags=(CALL_TAG, RESULT_TAG), box=False)
@@ -169,7 +169,7 @@ class ProgramRenderer(Renderer[ProgramBudget]):
 
     def _check_calls(self, tools: list[dict[str, Any]]) -> None:
         try:
-            are_read = reads_calls_of(self.tokenizer, tools, self.read_calls)
+            are_read = reads_calls_of(self.tokenizer, tools, self.parse_calls)
         except ConfigError as error:
             raise Refused(f"tools: {error}") from error
         if not are_read:

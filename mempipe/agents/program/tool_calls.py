@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from mempipe.agents.protocol import ChatTemplateError, Tokenizer, tool_call_texts, without_blocks
-from mempipe.settings import ConfigError
+from mempipe.agents.protocol import (
+    ChatTemplateError,
+    ParseCalls,
+    ParsedCalls,
+    Tokenizer,
+    UnreadableCall,
+    tool_call_texts,
+    without_blocks,
+)
 from mempipe.text import replace_surrogates
 
 HERMES = "hermes"
@@ -25,30 +30,30 @@ class Calls:
     functions: list[tuple[str, dict[str, Any]]]  # name and arguments
 
 
-ReadCalls = Callable[[str, str], Calls | None]
-"""(message, tools as JSON) -> its calls; None if it has none, or one of them cannot be read."""
+def parser_of(tool_parser: str, tokenizer: Tokenizer) -> ParseCalls:
+    """Returns the parser that `agent.tool_parser` names. Raises ConfigError."""
+    return _hermes if tool_parser == HERMES else tokenizer.tool_parser(tool_parser)
 
 
-def reader_of(tool_parser: str, tokenizer: Tokenizer) -> ReadCalls:
-    """Returns what reads the calls in the form that `agent.tool_parser` names. Raises ConfigError."""
-    return _hermes if tool_parser == HERMES else _reader_of_vllm(tool_parser, tokenizer)
+def calls_in(text: str, tools: str, parse: ParseCalls) -> Calls | None:
+    """Returns the calls in a message of the policy. None if it has none, or one of them cannot be read."""
+    try:
+        parsed = parse(text, tools)
+        functions = [(name, _arguments(arguments)) for name, arguments in parsed.calls]
+    except UnreadableCall:
+        return None
+    return Calls(text=text, content=parsed.content.strip(), functions=functions) if functions else None
 
 
-def check_tool_parser(name: str) -> None:
-    """Raises ConfigError for a name that vLLM does not know."""
-    if name != HERMES:
-        _parser_of_vllm(name)
-
-
-def reads_calls_of(tokenizer: Tokenizer, tools: list[dict[str, Any]], read: ReadCalls) -> bool:
-    """Returns whether `read` finds a call of the first tool as the chat template writes it. True where the template
+def reads_calls_of(tokenizer: Tokenizer, tools: list[dict[str, Any]], parse: ParseCalls) -> bool:
+    """Returns whether `parse` finds a call of the first tool as the chat template writes it. True where the template
     writes none: then only the policy knows the form. Raises ConfigError for tools that the parser does not take.
     """
     name = tools[0]["function"]["name"]
     for no_arguments in ({}, "{}"):  # a template takes an object, or its JSON
         written = _written(tokenizer, tools, {"name": name, "arguments": no_arguments})
         if name in written:
-            found = read(written, json.dumps(tools))
+            found = calls_in(written, json.dumps(tools), parse)
             return found is not None and found.functions == [(name, {})]
     return True
 
@@ -66,66 +71,30 @@ def _written(tokenizer: Tokenizer, tools: list[dict[str, Any]], function: dict[s
     return after.removeprefix(before) if after.startswith(before) else ""
 
 
-def _hermes(text: str, tools: str) -> Calls | None:
+def _hermes(text: str, tools: str) -> ParsedCalls:
     """Reads JSON objects with name and arguments between <tool_call> tags."""
-    functions = []
+    calls = []
     for block in tool_call_texts(text):
         try:
-            functions.append(_function(json.loads(block, parse_constant=_refuse_constant)))
-        except (ValueError, RecursionError):
-            return None
-    if not functions:
-        return None
-    return Calls(text=text, content=without_blocks(text, CALL_TAG).strip(), functions=functions)
+            call = json.loads(block)
+        except (ValueError, RecursionError) as error:
+            raise UnreadableCall(str(error)) from error
+        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+            raise UnreadableCall("a call is a JSON object with a name")
+        calls.append((replace_surrogates(call["name"]), json.dumps(call.get("arguments", {}))))
+    return ParsedCalls(without_blocks(text, CALL_TAG), calls)
 
 
-def _reader_of_vllm(name: str, tokenizer: Tokenizer) -> ReadCalls:
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-
-    parser = _parser_of_vllm(name)
-
-    @functools.lru_cache(maxsize=64)
-    def made(tools: str) -> tuple[Any, ChatCompletionRequest]:
-        asked = [{"role": "user", "content": ""}]
-        try:
-            request = ChatCompletionRequest.model_validate({"messages": asked, "tools": json.loads(tools)})
-            return parser(tokenizer.pretrained, request.tools), request
-        except Exception as error:  # a token that the model's vocabulary lacks, tools that vLLM does not take
-            raise ConfigError(f"vLLM's tool parser {name!r} cannot be used: {error}") from error
-
-    def read(text: str, tools: str) -> Calls | None:
-        reading, request = made(tools)
-        try:
-            found = reading.extract_tool_calls(text, request)
-            called = [(call.function.name, json.loads(call.function.arguments)) for call in found.tool_calls]
-            functions = [_function({"name": function, "arguments": arguments}) for function, arguments in called]
-        except Exception:  # whatever a parser does with a text that it does not expect
-            return None
-        return Calls(text=text, content=(found.content or "").strip(), functions=functions) if functions else None
-
-    made("null")
-    return read
-
-
-def _parser_of_vllm(name: str) -> Callable[..., Any]:
-    from vllm.tool_parsers import ToolParserManager  # takes seconds to import
-
+def _arguments(text: str) -> dict[str, Any]:
+    """Returns the arguments of a call from their JSON. Raises UnreadableCall."""
     try:
-        return ToolParserManager.get_tool_parser(name)
-    except KeyError:
-        known = ", ".join(sorted(ToolParserManager.list_registered()))
-        raise ConfigError(f"agent.tool_parser is {name!r}; vLLM has {known}") from None
-
-
-def _function(call: Any) -> tuple[str, dict[str, Any]]:
-    """Returns name and arguments of a call. Raises ValueError."""
-    call = json.loads(replace_surrogates(json.dumps(call, ensure_ascii=False)))  # escapes can spell them
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        raise ValueError("a call without a name")
-    arguments = call.get("arguments", {})
+        arguments = json.loads(text, parse_constant=_refuse_constant)
+        arguments = json.loads(replace_surrogates(json.dumps(arguments, ensure_ascii=False)))  # escapes can spell them
+    except (ValueError, RecursionError) as error:
+        raise UnreadableCall(str(error)) from error
     if not isinstance(arguments, dict):
-        raise ValueError("arguments in another form than an object")
-    return call["name"], arguments
+        raise UnreadableCall("the arguments of a call are a JSON object")
+    return arguments
 
 
 def _refuse_constant(name: str) -> NoReturn:
