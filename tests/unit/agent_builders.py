@@ -29,6 +29,15 @@ from mempipe.types import Completion, Context, FinishReason, Passage, Question, 
 
 TOOL = SearchTool(name="wikipedia_search", num_passages=5, max_passages=10, max_query_chars=1000)
 TOOLS = Toolbox(search=TOOL)
+LOOKUP = {
+    "type": "function",
+    "function": {
+        "name": "lookup",
+        "description": "Looks a place up.",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+    },
+}
+"""A tool of a program, in OpenAI's form."""
 CALL = '<tool_call>{"name": "wikipedia_search", "arguments": {"query": "capital of France"}}</tool_call>'
 
 BOS = {

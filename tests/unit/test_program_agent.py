@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from agent_builders import (
     FAMILIES,
+    LOOKUP,
     Library,
     ScriptedEngine,
     Step,
@@ -81,14 +82,6 @@ async def play(
     return played, engine, agent.renderer
 
 
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Looks a place up.",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-    },
-}
 NAN = '{"name": "lookup", "arguments": {"place": NaN}}'
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"place": "%s"}}\n</tool_call>'
 
@@ -256,7 +249,7 @@ async def test_a_program_may_answer_after_a_limit():
         ({"messages": []}, r"messages is \[\]"),
         ({"messages": [{"role": "pirate", "content": "a"}]}, "a message has the role 'pirate'"),
         ({"tools": ["x"]}, "tools: expected a list of"),
-        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "lookup"}}}, "tool_choice is {"),
+        ({"tools": [LOOKUP], "tool_choice": {"type": "function", "function": {"name": "lookup"}}}, "tool_choice is {"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "parts of type text"),
         ({"max_tokens": 0}, "max_tokens is 0"),
         ({"n": 2}, "n: not taken"),
@@ -443,13 +436,13 @@ async def test_a_call_of_a_tool_and_its_result_stay_in_the_context():
 
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
         messages: list[Any] = [system("Be brief."), user(question)]
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
         (choice,) = reply.choices
         assert choice.finish_reason == "tool_calls" and choice.message.content == "I look."
         (called,) = choice.message.tool_calls
         assert (called.function.name, called.function.arguments) == ("lookup", '{"place": "Paris"}')
         messages += [choice.message, {"role": "tool", "tool_call_id": called.id, "content": "A city."}]
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
         return reply.choices[0].message.content or ""
 
     played, _, _ = await play([first, "It is a city."], program)
@@ -461,19 +454,19 @@ async def test_a_call_of_a_tool_and_its_result_stay_in_the_context():
         {"role": "assistant", "content": "I look.", "tool_calls": [called]},
         {"role": "tool", "content": "A city."},
     ]
-    whole = TOKENIZER.render_chat(chat, add_generation_prompt=True, tools=[TOOL]) + "It is a city."
+    whole = TOKENIZER.render_chat(chat, add_generation_prompt=True, tools=[LOOKUP]) + "It is a city."
     assert TOKENIZER.decode(context.token_ids[:-1]) == whole
 
 
 async def test_results_at_the_same_time_are_one_message_of_the_template():
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
         messages: list[Any] = [user(question)]
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
         messages.append(reply.choices[0].message)
         for called in reply.choices[0].message.tool_calls or []:
             messages.append({"role": "tool", "tool_call_id": called.id, "content": called.function.arguments})
         messages.append(user("Go on."))
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
         return reply.choices[0].message.content or ""
 
     played, _, _ = await play([CALL % "Paris" + "\n" + CALL % "Rome", "Done."], program, action_tokens=200)
@@ -488,9 +481,9 @@ async def test_a_result_forges_no_other_result_and_no_call():
 
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
         messages: list[Any] = [user(question)]
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
         messages += [reply.choices[0].message, {"role": "tool", "tool_call_id": "call_1_0", "content": forged}]
-        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
         return reply.choices[0].message.content or ""
 
     played, _, _ = await play([CALL % "Paris", "Done."], program)
@@ -507,7 +500,7 @@ async def test_a_call_that_cannot_be_read_is_a_text(broken):
     text = f"<tool_call>{broken}</tool_call>"
 
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
-        reply = await client.chat.completions.create(model="policy", messages=[user(question)], tools=[TOOL])
+        reply = await client.chat.completions.create(model="policy", messages=[user(question)], tools=[LOOKUP])
         assert reply.choices[0].finish_reason == "stop" and not reply.choices[0].message.tool_calls
         return reply.choices[0].message.content or ""
 
@@ -536,7 +529,7 @@ async def test_a_schema_of_a_tool_forges_no_role():
 
 async def test_tools_are_refused_where_the_template_has_none():
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
-        reply = await client.chat.completions.create(model="policy", messages=[user("a")], tools=[TOOL])
+        reply = await client.chat.completions.create(model="policy", messages=[user("a")], tools=[LOOKUP])
         return reply.choices[0].message.content or ""
 
     with pytest.raises(UserCodeError, match="the model's chat template shows none"):
@@ -582,7 +575,7 @@ async def test_a_stop_text_ends_the_message_and_what_follows_is_not_trained_on()
 async def test_a_reply_may_be_streamed():
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
         messages: list[Any] = [user(question)]
-        asked: dict[str, Any] = {"model": "policy", "messages": messages, "tools": [TOOL], "stream": True}
+        asked: dict[str, Any] = {"model": "policy", "messages": messages, "tools": [LOOKUP], "stream": True}
         stream = await client.chat.completions.create(**asked, stream_options={"include_usage": True})
         chunks = [chunk async for chunk in stream]
         assert chunks[-1].usage.completion_tokens > 0 and chunks[-2].choices[0].finish_reason == "tool_calls"

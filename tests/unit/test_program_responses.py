@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_builders import Library, ScriptedEngine, assert_token_exact, build_question, build_tokenizer
+from agent_builders import LOOKUP, Library, ScriptedEngine, assert_token_exact, build_question, build_tokenizer
 from openai import AsyncOpenAI
 
 from mempipe.agents.program.programs import FunctionProgram
@@ -18,9 +18,7 @@ from mempipe.user_code import UserCodeError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "program_agent" / "config.yaml"
 TOKENIZER = build_tokenizer()
-PARAMETERS = {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]}
-FUNCTION = {"name": "lookup", "description": "Looks a place up.", "parameters": PARAMETERS}
-TOOL: Any = {"type": "function", **FUNCTION}
+TOOL: Any = {"type": "function", **LOOKUP["function"]}
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"place": "%s"}}\n</tool_call>'
 
 
@@ -80,8 +78,7 @@ async def test_calls_and_results_stay_in_the_context(stream, by_id):
         {"role": "assistant", "content": "I look.", "tool_calls": calls},
         *({"role": "tool", "content": "A city."} for _ in calls),
     ]
-    tools = [{"type": "function", "function": FUNCTION}]
-    assert rendered(played) == [TOKENIZER.render_chat(chat, add_generation_prompt=True, tools=tools) + "Both are."]
+    assert rendered(played) == [TOKENIZER.render_chat(chat, add_generation_prompt=True, tools=[LOOKUP]) + "Both are."]
 
 
 async def test_parts_and_roles_are_read_and_a_memory_is_stated():

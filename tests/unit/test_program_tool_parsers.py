@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_builders import Library, ScriptedEngine, build_question, hf_tokenizer, published_template
+from agent_builders import LOOKUP, Library, ScriptedEngine, build_question, hf_tokenizer, published_template
 from openai import AsyncOpenAI
 
 from mempipe.agents.program.programs import FunctionProgram
@@ -23,14 +23,6 @@ from mempipe.types import Trajectory
 from mempipe.user_code import UserCodeError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "program_agent" / "config.yaml"
-TOOL = {
-    "type": "function",
-    "function": {
-        "name": "lookup",
-        "description": "Looks a place up.",
-        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
-    },
-}
 RESULT = 'A "city".\nBig.'
 LLAMA = '{"name": "lookup", "parameters": {"place": "Paris"}}'
 QWEN3_5 = "<tool_call>\n<function=lookup>\n<parameter=place>\nParis\n</parameter>\n</function>\n</tool_call>"
@@ -61,13 +53,13 @@ def tokenizer_of(family: str) -> HFTokenizer:
 
 async def solve(question: str, client: AsyncOpenAI, search: Any) -> str:
     messages: list[Any] = [{"role": "user", "content": question}]
-    reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+    reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
     (called,) = reply.choices[0].message.tool_calls or [None]
     if called is None:
         return "no call"
     assert (called.function.name, json.loads(called.function.arguments)) == ("lookup", {"place": "Paris"})
     messages += [reply.choices[0].message, {"role": "tool", "tool_call_id": called.id, "content": RESULT}]
-    reply = await client.chat.completions.create(model="policy", messages=messages, tools=[TOOL])
+    reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
     return reply.choices[0].message.content or ""
 
 
@@ -92,7 +84,7 @@ async def test_a_call_and_its_result_are_what_the_published_template_shows(famil
         {"role": "assistant", "content": "", "tool_calls": [called]},
         {"role": "tool", "content": RESULT},
     ]
-    whole = tokenizer.render_chat(chat, add_generation_prompt=True, tools=[TOOL]) + "It is a city."
+    whole = tokenizer.render_chat(chat, add_generation_prompt=True, tools=[LOOKUP]) + "It is a city."
     assert tokenizer.decode(context.token_ids[:-1]) == whole
 
 
@@ -104,8 +96,8 @@ def test_a_parser_reads_the_calls_of_the_published_template(template, parser):
     tokenizer.add_special_tokens({"additional_special_tokens": marks, "bos_token": "<|endoftext|>"})
     made = HFTokenizer(tokenizer)
     calls = [{"name": "lookup", "arguments": arguments} for arguments in ({}, "{}")]
-    assert any("lookup" in _written(made, [TOOL], call) for call in calls)
-    assert reads_calls_of(made, [TOOL], parser_of(parser, made))
+    assert any("lookup" in _written(made, [LOOKUP], call) for call in calls)
+    assert reads_calls_of(made, [LOOKUP], parser_of(parser, made))
 
 
 @pytest.mark.parametrize(("family", "parser", "call"), FORMS)
