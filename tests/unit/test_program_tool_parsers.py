@@ -63,9 +63,13 @@ async def solve(question: str, client: AsyncOpenAI, search: Any) -> str:
     return reply.choices[0].message.content or ""
 
 
-async def play(script: list[str], tokenizer: HFTokenizer, tool_parser: str, program: Any = solve) -> Trajectory:
-    limits = ["budget.action_tokens=200", "budget.context_tokens=4096", "budget.memory_tokens=null"]
-    config = load_config(EXAMPLE, [f"agent.tool_parser={tool_parser}", *limits])
+async def play(
+    script: list[str], tokenizer: HFTokenizer, tool_parser: str, program: Any = solve, **budget: int
+) -> Trajectory:
+    limits: dict[str, Any] = {"action_tokens": 200, "context_tokens": 4096, "memory_tokens": "null", **budget}
+    config = load_config(
+        EXAMPLE, [f"agent.tool_parser={tool_parser}", *(f"budget.{name}={value}" for name, value in limits.items())]
+    )
     engine = ScriptedEngine(tokenizer, script)
     agent = make_agent(config, tokenizer=tokenizer, generate=engine, search=Library())
     agent.renderer.program = FunctionProgram(program, timeout_s=60)
@@ -116,6 +120,32 @@ def test_a_parser_that_vllm_does_not_have_is_refused_when_the_agent_is_made():
     config = load_config(EXAMPLE, ["agent.tool_parser=llama3"])
     with pytest.raises(ConfigError, match=r"agent\.tool_parser is 'llama3'; vLLM has .*llama3_json"):
         make_renderer(config, tokenizer=tokenizer_of("llama3_1"))
+
+
+HOSTILE = [
+    '{"name": "\\ud800", "parameters": {"place": "\\ud800"}}',
+    '{"name": "lookup", "parameters": ' + "[" * 3000 + "]" * 3000 + "}",
+    '{"name": "lookup", "parameters": {"place": NaN}}',
+    '{"name": "lookup", "parameters": "Paris"}',
+    '{"name": null, "parameters": {}}',
+    "<tool_call>\n<function=\ud800>\n<parameter=>\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>" * 500,
+]
+
+
+@pytest.mark.parametrize(("family", "parser", "call"), FORMS)
+async def test_whatever_the_policy_writes_is_a_call_or_a_text(family, parser, call):
+    async def asks(question: str, client: AsyncOpenAI, search: Any) -> str:
+        messages: Any = [{"role": "user", "content": question}]
+        reply = await client.chat.completions.create(model="policy", messages=messages, tools=[LOOKUP])
+        (choice,) = reply.choices
+        assert (choice.message.content is None) == bool(choice.message.tool_calls) or choice.message.content
+        return "read"
+
+    for text in HOSTILE:
+        script = [text.encode(errors="replace").decode()]
+        played = await play(script, tokenizer_of(family), parser, asks, action_tokens=20_000, context_tokens=32_000)
+        assert played.answer == "read"
 
 
 async def test_a_parser_for_another_vocabulary_is_refused_when_the_agent_is_made():

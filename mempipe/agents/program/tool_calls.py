@@ -39,7 +39,7 @@ def calls_in(text: str, tools: str, parse: ParseCalls) -> Calls | None:
     """Returns the calls in a message of the policy. None if it has none, or one of them cannot be read."""
     try:
         parsed = parse(text, tools)
-        functions = [(name, _arguments(arguments)) for name, arguments in parsed.calls]
+        functions = [(replace_surrogates(name), _arguments(arguments)) for name, arguments in parsed.calls]
     except UnreadableCall:
         return None
     return Calls(text=text, content=parsed.content.strip(), functions=functions) if functions else None
@@ -77,11 +77,11 @@ def _hermes(text: str, tools: str) -> ParsedCalls:
     for block in tool_call_texts(text):
         try:
             call = json.loads(block)
+            if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+                raise UnreadableCall("a call is a JSON object with a name")
+            calls.append((call["name"], json.dumps(call.get("arguments", {}))))
         except (ValueError, RecursionError) as error:
             raise UnreadableCall(str(error)) from error
-        if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-            raise UnreadableCall("a call is a JSON object with a name")
-        calls.append((replace_surrogates(call["name"]), json.dumps(call.get("arguments", {}))))
     return ParsedCalls(without_blocks(text, CALL_TAG), calls)
 
 
