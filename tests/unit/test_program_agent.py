@@ -554,6 +554,19 @@ async def test_roles_that_a_template_refuses_are_refused_by_name():
         await play(["Rome"], program, tokenizer=build_tokenizer("gemma"))
 
 
+async def test_a_template_that_fails_at_a_message_is_no_fault_of_the_engine():
+    failing = "{% for m in messages %}{% if m.role == 'tool' %}{{ 1 + m.content }}{% endif %}"
+    failing += "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    failing += "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        result: Any = {"role": "tool", "tool_call_id": "x", "content": "A city."}
+        return await ask(client, [user("a"), assistant("b"), result])
+
+    with pytest.raises(UserCodeError, match=r"Error code: 400 - the model's chat template refuses the roles .*tool"):
+        await play([], program, tokenizer=build_tokenizer(chat_template=failing))
+
+
 async def test_a_stop_text_ends_the_message_and_what_follows_is_not_trained_on():
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
         messages: Messages = [user(question)]
