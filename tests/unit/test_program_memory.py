@@ -6,50 +6,38 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_builders import Library, ScriptedEngine, build_question, build_tokenizer
+from agent_builders import build_question, build_tokenizer
 from openai import AsyncOpenAI
+from program_builders import attempt, config_of
 
-from mempipe.agents.program.programs import CommandProgram, FunctionProgram, Program
-from mempipe.answers.conversation import starting_from
+from mempipe.agents.program.programs import CommandProgram, Program
 from mempipe.api.sweep import with_memory
 from mempipe.config import RunConfig
 from mempipe.evaluation.memory_quality import memory_quality
-from mempipe.loader import load_config
-from mempipe.rollout import make_agent
 from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Evidence, Group, Trajectory
 from mempipe.user_code import UserCodeError
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "program_agent" / "config.yaml"
 TOKENIZER = build_tokenizer()
 PARIS = Evidence(passage_id="p1", value="Paris")
 SEARCH = "<search>capital of France</search>"
 
 
-def config_of(*overrides: str) -> RunConfig:
-    return load_config(EXAMPLE, ["budget.action_tokens=60", "budget.context_tokens=2048", *overrides])
+def limited(*overrides: str) -> RunConfig:
+    return config_of(*overrides, action_tokens=60, context_tokens=2048)
 
 
 async def play(
     script: list[str], program: Callable[..., Any] | Program | None = None, *overrides: str, memory: str = ""
 ) -> tuple[Trajectory, dict[str, float]]:
-    """The attempt and its rates. Without a program, it is that of the example; `memory` is that of a session."""
-    config = config_of(*overrides)
-    engine = ScriptedEngine(TOKENIZER, script)
-    agent = make_agent(config, tokenizer=TOKENIZER, generate=engine, search=Library())
-    if program is not None:
-        agent.renderer.program = FunctionProgram(program, timeout_s=60) if callable(program) else program
-    if memory:
-        agent.renderer = starting_from(agent.renderer, memory, agent="program")
-    question = build_question(evidence=[PARIS])
-    played = await agent.rollout(question, trajectory_id="t", group_id="g", member=0)
-    return played, memory_quality(
-        [Group(id="g", question=question, trajectories=[played])], memory_budget=config.budget.memory_limit
-    )
+    """The attempt and its rates."""
+    config, question = limited(*overrides), build_question(evidence=[PARIS])
+    played, _ = await attempt(script, program, config, TOKENIZER, question=question, memory=memory)
+    group = Group(id="g", question=question, trajectories=[played])
+    return played, memory_quality([group], memory_budget=config.budget.memory_limit)
 
 
 def user(text: str) -> dict[str, str]:
@@ -151,7 +139,7 @@ async def test_a_program_that_states_none_is_told():
         await play(["a", "b"], solve)
     played, rates = await play(["a", "b"], solve, "budget.memory_tokens=null")
     assert memories(played) == [("", ""), ("", "")]
-    assert not config_of("budget.memory_tokens=null").has_memory and "budget_use" not in rates
+    assert not limited("budget.memory_tokens=null").has_memory and "budget_use" not in rates
 
 
 async def test_a_memory_over_the_limit_is_refused_and_may_be_shortened():
@@ -205,7 +193,7 @@ async def test_a_command_asks_for_its_memory_and_the_limit(tmp_path, memory):
 
 
 def test_its_budget_can_be_swept():
-    config = config_of()
+    config = limited()
     assert with_memory(config, 16).budget.memory_limit == 16
     with pytest.raises(ConfigError, match="no memory budget to sweep"):
-        with_memory(config_of("budget.memory_tokens=null"), 16)
+        with_memory(limited("budget.memory_tokens=null"), 16)

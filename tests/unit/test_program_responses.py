@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_builders import LOOKUP, Library, ScriptedEngine, assert_token_exact, build_question, build_tokenizer
+from agent_builders import LOOKUP, assert_token_exact, build_question, build_tokenizer
 from openai import AsyncOpenAI
+from program_builders import attempt, config_of
 
-from mempipe.agents.program.programs import FunctionProgram
-from mempipe.loader import load_config
-from mempipe.rollout import make_agent
 from mempipe.types import EndReason, Trajectory
 from mempipe.user_code import UserCodeError
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "program_agent" / "config.yaml"
 TOKENIZER = build_tokenizer()
 TOOL: Any = {"type": "function", **LOOKUP["function"]}
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"place": "%s"}}\n</tool_call>'
@@ -24,11 +20,7 @@ CALL = '<tool_call>\n{"name": "lookup", "arguments": {"place": "%s"}}\n</tool_ca
 
 async def play(script: list[str], program: Callable[..., Any], **budget: Any) -> Trajectory:
     limits = {"action_tokens": 200, "context_tokens": 4096, "memory_tokens": "null", **budget}
-    config = load_config(EXAMPLE, [f"budget.{name}={value}" for name, value in limits.items()])
-    engine = ScriptedEngine(TOKENIZER, script)
-    agent = make_agent(config, tokenizer=TOKENIZER, generate=engine, search=Library())
-    agent.renderer.program = FunctionProgram(program, timeout_s=60)
-    played = await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
+    played, engine = await attempt(script, program, config_of(**limits), TOKENIZER)
     assert_token_exact(played.contexts, engine)
     return played
 

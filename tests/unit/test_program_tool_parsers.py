@@ -6,23 +6,20 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
-from agent_builders import LOOKUP, Library, ScriptedEngine, build_question, hf_tokenizer, published_template
+from agent_builders import LOOKUP, build_question, hf_tokenizer, published_template
 from openai import AsyncOpenAI
+from program_builders import attempt, config_of
 
-from mempipe.agents.program.programs import FunctionProgram
 from mempipe.agents.program.tool_calls import _written, parser_of, reads_calls_of
 from mempipe.engines.tokenizer import HFTokenizer
-from mempipe.loader import load_config
-from mempipe.rollout import make_agent, make_renderer
+from mempipe.rollout import make_renderer
 from mempipe.settings import ConfigError
 from mempipe.types import Trajectory
 from mempipe.user_code import UserCodeError
 
-EXAMPLE = Path(__file__).parents[2] / "examples" / "program_agent" / "config.yaml"
 RESULT = 'A "city".\nBig.'
 LLAMA = '{"name": "lookup", "parameters": {"place": "Paris"}}'
 QWEN3_5 = "<tool_call>\n<function=lookup>\n<parameter=place>\nParis\n</parameter>\n</function>\n</tool_call>"
@@ -66,14 +63,9 @@ async def solve(question: str, client: AsyncOpenAI, search: Any) -> str:
 async def play(
     script: list[str], tokenizer: HFTokenizer, tool_parser: str, program: Any = solve, **budget: int
 ) -> Trajectory:
-    limits: dict[str, Any] = {"action_tokens": 200, "context_tokens": 4096, "memory_tokens": "null", **budget}
-    config = load_config(
-        EXAMPLE, [f"agent.tool_parser={tool_parser}", *(f"budget.{name}={value}" for name, value in limits.items())]
-    )
-    engine = ScriptedEngine(tokenizer, script)
-    agent = make_agent(config, tokenizer=tokenizer, generate=engine, search=Library())
-    agent.renderer.program = FunctionProgram(program, timeout_s=60)
-    return await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
+    limits = {"action_tokens": 200, "context_tokens": 4096, "memory_tokens": "null", **budget}
+    played, _ = await attempt(script, program, config_of(f"agent.tool_parser={tool_parser}", **limits), tokenizer)
+    return played
 
 
 @pytest.mark.parametrize(("family", "parser", "call"), FORMS)
@@ -117,7 +109,7 @@ async def test_a_parser_that_does_not_read_the_template_s_calls_is_refused(famil
 
 
 def test_a_parser_that_vllm_does_not_have_is_refused_when_the_agent_is_made():
-    config = load_config(EXAMPLE, ["agent.tool_parser=llama3"])
+    config = config_of("agent.tool_parser=llama3")
     with pytest.raises(ConfigError, match=r"agent\.tool_parser is 'llama3'; vLLM has .*llama3_json"):
         make_renderer(config, tokenizer=tokenizer_of("llama3_1"))
 
