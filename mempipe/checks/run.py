@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from mempipe.agents.budget import MemoryBudget
+from mempipe.agents.program.tool_calls import HERMES
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.registry import BUILT_IN
 from mempipe.checks.findings import Finding, attempt, fatal, note, ok, refused
@@ -17,6 +18,7 @@ from mempipe.data.input_files import is_remote
 from mempipe.data.plain_text import check_source
 from mempipe.data.qa import understood
 from mempipe.engines.gguf_file import find_gguf
+from mempipe.engines.vllm_tools import class_of
 from mempipe.retrieval.manifest import check_index
 from mempipe.runs import Resume, saved_state
 from mempipe.settings import ConfigError
@@ -44,11 +46,13 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
 
 
 def check_agent(config: RunConfig) -> list[Finding]:
-    """Checks that the agent finds what its settings name, and that its prompt set can be read and, with
-    budget.memory_choices, states the limit.
+    """Checks that the agent finds what its settings name, its tool parser among it, and that its prompt set can be
+    read and, with budget.memory_choices, states the limit.
     """
     try:
         config.agent.check()
+        if (name := getattr(config.agent, "tool_parser", HERMES)) != HERMES:
+            class_of(name)  # loads vLLM, but only where one of its parsers is named
     except ConfigError as error:
         return [refused(error)]
     kind, name = config.agent_spec.prompts, config.agent.prompts or config.agent.name

@@ -14,18 +14,24 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
 
+def class_of(name: str) -> Any:
+    """Returns vLLM's class of that name. Raises ConfigError for a name that vLLM does not know."""
+    from vllm.tool_parsers import ToolParserManager
+
+    try:
+        return ToolParserManager.get_tool_parser(name)
+    except KeyError:
+        known = ", ".join(sorted(ToolParserManager.list_registered()))
+        raise ConfigError(f"agent.tool_parser is {name!r}; vLLM has {known}") from None
+
+
 def parser_of(name: str, tokenizer: PreTrainedTokenizerFast) -> ParseCalls:
     """Returns vLLM's parser of that name. Raises ConfigError for a name that vLLM does not know, and for a parser that
     needs a token that the vocabulary lacks; the parser raises it for tools that vLLM does not take.
     """
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.tool_parsers import ToolParserManager
 
-    try:
-        kind: Any = ToolParserManager.get_tool_parser(name)
-    except KeyError:
-        known = ", ".join(sorted(ToolParserManager.list_registered()))
-        raise ConfigError(f"agent.tool_parser is {name!r}; vLLM has {known}") from None
+    kind = class_of(name)
 
     @functools.lru_cache(maxsize=64)
     def made(tools: str) -> tuple[Any, ChatCompletionRequest]:

@@ -40,10 +40,6 @@ async def play(
     return played, memory_quality([group], memory_budget=config.budget.memory_limit)
 
 
-def user(text: str) -> dict[str, str]:
-    return {"role": "user", "content": text}
-
-
 async def ask(client: AsyncOpenAI, *texts: str, memory: Any = None) -> str:
     """Asks with the texts as messages of the user and the assistant in turn."""
     messages: Any = [{"role": ("user", "assistant")[n % 2], "content": text} for n, text in enumerate(texts)]

@@ -14,6 +14,7 @@ from openai import AsyncOpenAI
 from program_builders import attempt, config_of
 
 from mempipe.agents.program.tool_calls import _written, parser_of, reads_calls_of
+from mempipe.checks.run import check_agent
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.rollout import make_renderer
 from mempipe.settings import ConfigError
@@ -108,8 +109,11 @@ async def test_a_parser_that_does_not_read_the_template_s_calls_is_refused(famil
         await play([call], tokenizer_of(family), "hermes")
 
 
-def test_a_parser_that_vllm_does_not_have_is_refused_when_the_agent_is_made():
+def test_a_parser_that_vllm_does_not_have_is_refused_before_anything_starts():
     config = config_of("agent.tool_parser=llama3")
+    (finding,) = check_agent(config)
+    assert finding.fatal and finding.text.startswith("agent.tool_parser is 'llama3'; vLLM has ")
+    assert not any(finding.fatal for finding in check_agent(config_of("agent.tool_parser=llama3_json")))
     with pytest.raises(ConfigError, match=r"agent\.tool_parser is 'llama3'; vLLM has .*llama3_json"):
         make_renderer(config, tokenizer=tokenizer_of("llama3_1"))
 
