@@ -127,7 +127,8 @@ class Question:
     use it); those of an objective are a separate chain. `context` is the long text that a chunk-reading agent
     reads. `objectives` are the golden answers of every objective of a multi-objective question, in order;
     `golden_answers` then holds them joined by "; " (the first of each). `recall_targets` are entities of `context` that
-    MemTrain's recall may ask for, each with its surface forms.
+    MemTrain's recall may ask for, each with its surface forms. `user` is who asks ("" = nobody in particular): a tool
+    that remembers longer than one attempt keeps a separate store for each user.
     """
 
     id: str
@@ -140,6 +141,7 @@ class Question:
     context: str = ""
     objectives: list[list[str]] = field(default_factory=list)
     recall_targets: list[list[str]] = field(default_factory=list)
+    user: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

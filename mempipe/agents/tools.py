@@ -46,14 +46,18 @@ class Tool(ToolSpec, Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Attempt:
     """The attempt that a stateful tool is started for."""
 
     question: Question
+    """`question.user` is who asks: a store that lasts longer than the attempt keeps a part for each user."""
     shared: dict[str, Any] = field(default_factory=dict)
     """For tools that work on the same thing, e.g. a store that one writes and another one reads. Empty at the start of
     every attempt."""
+    error: BaseException | None = None
+    """When the tool is ended: what broke the attempt off, so that it is played again or never answered. None for one
+    that came to its end: only then should a tool write to a store that lasts."""
 
 
 @runtime_checkable
@@ -170,16 +174,20 @@ class Toolbox:
         """
         own, attempt = dict(self.own), Attempt(question=question)
         async with AsyncExitStack() as stack:
-            for name, tool in self.own.items():
-                if not isinstance(tool, StatefulTool):
-                    continue
-                with user_code(f"agent.tools: {name} failed to start for question {question.id}"):
-                    opened = tool.attempt(attempt)
-                    if not isinstance(opened, AbstractAsyncContextManager):
-                        raise TypeError("its attempt is not an asynchronous context manager (@asynccontextmanager)")
-                    own[name] = await opened.__aenter__()
-                stack.push_async_callback(_end, name, opened)
-            yield replace(self, own=own, started=True)
+            try:
+                for name, tool in self.own.items():
+                    if not isinstance(tool, StatefulTool):
+                        continue
+                    with user_code(f"agent.tools: {name} failed to start for question {question.id}"):
+                        opened = tool.attempt(attempt)
+                        if not isinstance(opened, AbstractAsyncContextManager):
+                            raise TypeError("its attempt is not an asynchronous context manager (@asynccontextmanager)")
+                        own[name] = await opened.__aenter__()
+                    stack.push_async_callback(_end, name, opened, attempt)
+                yield replace(self, own=own, started=True)
+            except BaseException as error:
+                attempt.error = error
+                raise
 
     def schemas(self) -> str:
         """Returns the schemas that the policy reads: one JSON object per line."""
@@ -226,10 +234,16 @@ class Toolbox:
         return {**({self.search.name: self.search} if self.search else {}), **self.own}
 
 
-async def _end(name: str, opened: AbstractAsyncContextManager[Tool]) -> None:
-    """Ends a tool as after an attempt without errors, so that it cannot swallow the error that ended the attempt."""
-    with user_code(f"agent.tools: {name} failed to end"):
-        await opened.__aexit__(None, None, None)
+async def _end(name: str, opened: AbstractAsyncContextManager[Tool], attempt: Attempt) -> None:
+    """Ends a tool as after an attempt without errors, so that it cannot swallow the error that ended the attempt. If
+    it fails itself, the tools that end after it find its error in the attempt.
+    """
+    try:
+        with user_code(f"agent.tools: {name} failed to end"):
+            await opened.__aexit__(None, None, None)
+    except BaseException as error:
+        attempt.error = error
+        raise
 
 
 def load_tools(paths: Sequence[str], *, taken: Sequence[str] = ()) -> dict[str, Tool]:

@@ -182,13 +182,24 @@ class Answering:
         name = agent or next(iter(self.agents))
         return name in self.agents and self._kept(name, "{}").takes_instructions
 
-    async def plan(self, request: AnswerRequest, *, text: str = "", memory: str | None = None) -> Plan:
+    def knows_user(self, agent: str | None) -> bool:
+        """Returns whether code that is not mempipe's learns who asks: an agent, None for the service's own, a program
+        or its tools.
+        """
+        config = self.agents.get(agent or next(iter(self.agents)))
+        if config is None:
+            return False
+        return config.agent.name not in BUILT_IN.keys() - {"program"} or bool(getattr(config.agent, "tools", ()))
+
+    async def plan(self, request: AnswerRequest, *, text: str = "", memory: str | None = None, owner: str = "") -> Plan:
         """Checks a request in a thread, since the encoding of a long text takes time.
 
-        The agent reads `text` and starts from `memory`, or from its own beginning for None. Raises ApiError: 400 also
-        for log-probs that the engine does not give, 503 when it does not say so.
+        The agent reads `text` and starts from `memory`, or from its own beginning for None. `owner` is the name of the
+        caller's key: the question is from OWNER/USER, or from OWNER where the request names no user. Raises ApiError:
+        400 also for log-probs that the engine does not give, 503 when it does not say so.
         """
-        plan = await asyncio.to_thread(self._plan, request, text, memory)
+        user = "/".join(filter(None, (owner, request.user)))
+        plan = await asyncio.to_thread(self._plan, request, text, memory, user)
         if plan.logprobs:
             try:
                 if not await self.engine().gives_logprobs():
@@ -253,7 +264,7 @@ class Answering:
             raise ApiError(400, NO_LOGPROBS, param="logprobs")
         return AttemptReply(answer=_shown(trajectory.answer), end_reason=trajectory.end_reason, logprobs=logprobs)
 
-    def _plan(self, request: AnswerRequest, text: str, memory: str | None) -> Plan:
+    def _plan(self, request: AnswerRequest, text: str, memory: str | None, user: str) -> Plan:
         agent = request.agent or next(iter(self.agents))
         if request.model not in (None, self.name):
             message = f"model is {request.model!r}; this service has {self.name!r}"
@@ -278,7 +289,9 @@ class Answering:
         objectives = request.objectives or []
         asked = request.question or (objectives[0] if len(objectives) == 1 else joined_texts(objectives))
         partition = self._partition_of(request.partition)
-        question = Question(id="of the request", text=asked, golden_answers=[], partition=partition, context=text)
+        question = Question(
+            id="of the request", text=asked, golden_answers=[], partition=partition, context=text, user=user
+        )
         try:
             renderer.check(question)
             renderer.prepare(question)  # the rollout must not hold up the others while it encodes

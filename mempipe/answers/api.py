@@ -37,6 +37,7 @@ EncodableText = Annotated[str, Field(strict=True, max_length=MAX_QUESTION_CHARS)
 Metadata = Annotated[dict[str, str], Field(max_length=16), BeforeValidator(_encodable_texts)]
 _WHOLE = BeforeValidator(_whole)
 Count = Annotated[int, Field(strict=True, ge=1, le=10_000_000), _WHOLE]
+UserId = Annotated[str, Field(strict=True, max_length=MAX_ID_CHARS), BeforeValidator(_encodable)]
 NumSamples = Annotated[int, Field(strict=True, ge=1, le=MAX_SAMPLES), _WHOLE]
 TopK = Annotated[int, Field(strict=True, ge=-1, le=1_000_000), _WHOLE]
 Seed = Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63), _WHOLE]
@@ -87,6 +88,8 @@ class Options(RequestBody):
     """Attempts; with more than one the most frequent answer is given, and its share of them as `confidence`."""
     session: Id | None = None
     """A session, whose memory the agent starts from (POST /v1/sessions)."""
+    user: UserId = ""
+    """Who asks, for tools and programs that remember longer than one question. Users of another key are others."""
 
 
 class AnswerRequest(Options):

@@ -42,6 +42,8 @@ class AskOptions(TypedDict, total=False):
     """The text that the agent reads, for agents that read (memagent, memtrain, full_text)."""
     memory: str
     """The memory that the agent starts from, for example `memory` of an earlier reply."""
+    user: str
+    """Who asks, for tools and programs that remember longer than one question."""
     instructions: str
     """Instructions for the agent in addition to the question, if its prompt set has a place for them."""
     budget: Mapping[str, int]

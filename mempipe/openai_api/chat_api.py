@@ -141,7 +141,6 @@ class ChatRequest(ExtendedBody):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     reasoning_effort: Any = None
-    safety_identifier: Any = None
     service_tier: Any = None
     store: Any = None
     verbosity: Any = None

@@ -9,7 +9,7 @@ from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
 from mempipe.answers.conversation import exchange
 from mempipe.answers.errors import TOO_LONG, ApiError
 from mempipe.openai_api.chat_api import ChatMessage, ChatRequest
-from mempipe.openai_api.fields import of_messages, refuse_unsupported, unread
+from mempipe.openai_api.fields import USER, of_messages, refuse_unsupported, unread
 
 INSTRUCTIONS = ("system", "developer")
 """Roles whose messages are instructions, at any position."""
@@ -27,12 +27,14 @@ class Chat:
     """Names of fields that were sent and have no meaning here."""
 
 
-def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bool, is_greedy: bool) -> Chat:
+def read_chat(
+    chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bool, knows_user: bool, is_greedy: bool
+) -> Chat:
     """Returns the question of a chat.
 
     `takes_instructions`: the agent's prompt set has a place for them. `keeps_metadata`: questions are traced.
-    `is_greedy`: the service takes the likeliest tokens unless the request has a temperature. Raises ApiError 400 with
-    the field that is wrong or cannot be had.
+    `knows_user`: the agent or a tool of it learns who asks. `is_greedy`: the service takes the likeliest
+    tokens unless the request has a temperature. Raises ApiError 400 with the field that is wrong or cannot be had.
     """
     refuse_unsupported(chat)
     instructions = [message for message in chat.messages if message.role in INSTRUCTIONS]
@@ -66,10 +68,10 @@ def read_chat(chat: ChatRequest, *, takes_instructions: bool, keeps_metadata: bo
         sampling=sampling,
         logprobs=bool(chat.logprobs),
         metadata=chat.metadata or {},
-        **dict(options),
+        **dict(options) | chat.options_of_user,
     )
     roles = () if takes_instructions else {message.role for message in instructions}
-    ignored = _ignored(chat, roles, keeps_metadata=keeps_metadata)
+    ignored = _ignored(chat, roles, keeps_metadata=keeps_metadata, knows_user=knows_user)
     return Chat(asked=asked, history=history(said[:-1]), num_choices=num_choices, ignored=ignored)
 
 
@@ -99,10 +101,11 @@ def in_chat(error: ApiError) -> ApiError:
     return ApiError(error.status, str(error), param=param, code=error.code)
 
 
-def _ignored(chat: ChatRequest, roles: Collection[str], *, keeps_metadata: bool) -> list[str]:
+def _ignored(chat: ChatRequest, roles: Collection[str], *, keeps_metadata: bool, knows_user: bool) -> list[str]:
     """Returns the names of fields that were sent and change nothing, each once; `roles` are those that nobody
     reads."""
-    names = sorted(unread(chat) | (chat.model_fields_set & (set() if keeps_metadata else {"metadata"})))
+    meaningless = (set() if keeps_metadata else {"metadata"}) | (set() if knows_user else USER)
+    names = sorted(unread(chat) | (chat.model_fields_set & meaningless))
     options = chat.stream_options
     if options is not None and not chat.stream:
         names.append("stream_options")

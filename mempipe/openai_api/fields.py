@@ -10,7 +10,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mempipe.answers.api import RequestBody
+from mempipe.answers.api import RequestBody, UserId
 from mempipe.answers.errors import ApiError
 
 MAX_LISTED = 50
@@ -65,6 +65,10 @@ IDLE: dict[str, tuple[Any, ...]] = {
 """Fields for what the agent cannot do, and their values, besides null, that request nothing."""
 
 
+USER = {"user", "safety_identifier"}
+"""Fields that say who asks."""
+
+
 class ExtendedBody(RequestBody):
     """Fields that the APIs of chats, completions and responses share, most of them those of vLLM.
 
@@ -107,7 +111,17 @@ class ExtendedBody(RequestBody):
     request_id: Any = None
     session_id: Any = None
     spaces_between_special_tokens: Any = None
-    user: Any = None
+
+    user: UserId | None = None
+    """Who asks, for tools and programs that remember longer than one question."""
+    safety_identifier: UserId | None = None
+    """The newer name of `user`, which holds if both are given."""
+
+    @property
+    def options_of_user(self) -> dict[str, Any]:
+        """Returns the option `user` where the request names one."""
+        user = self.user or self.safety_identifier
+        return {"user": user} if user else {}
 
 
 def refuse_unsupported(request: BaseModel) -> None:

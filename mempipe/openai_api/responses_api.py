@@ -138,7 +138,6 @@ class ResponseRequest(ExtendedBody):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     reasoning: Any = None
-    safety_identifier: Any = None
     service_tier: Any = None
     truncation: Any = None
 

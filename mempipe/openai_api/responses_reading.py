@@ -13,7 +13,7 @@ from mempipe.answers.api import MAX_QUESTION_CHARS, AnswerRequest, Options
 from mempipe.answers.errors import TOO_LONG, ApiError
 from mempipe.openai_api.chat_api import ChatMessage
 from mempipe.openai_api.chat_reading import INSTRUCTIONS, history
-from mempipe.openai_api.fields import of_messages, refuse_unsupported, unread
+from mempipe.openai_api.fields import USER, of_messages, refuse_unsupported, unread
 from mempipe.openai_api.responses_api import LOGPROBS, InputItem, ResponseRequest
 
 MEMORY, THOUGHT = "memory_", "thought_"
@@ -44,10 +44,11 @@ class ReadResponse:
         return remembered(before if self.memory is None else self.memory, self.said)
 
 
-def read_response(request: ResponseRequest, *, takes_instructions: bool) -> ReadResponse:
-    """Returns the question of a request; `takes_instructions`: the agent has a place for instructions.
+def read_response(request: ResponseRequest, *, takes_instructions: bool, knows_user: bool) -> ReadResponse:
+    """Returns the question of a request.
 
-    Raises ApiError 400 with the field that is wrong or cannot be had.
+    `takes_instructions`: the agent has a place for instructions. `knows_user`: the agent or a tool of it learns who
+    asks. Raises ApiError 400 with the field that is wrong or cannot be had.
     """
     refuse_unsupported(request)
     _refuse_other_formats(request.text)
@@ -78,9 +79,9 @@ def read_response(request: ResponseRequest, *, takes_instructions: bool) -> Read
         sampling=request.sampling,
         logprobs=LOGPROBS in (request.include or []),
         metadata=request.metadata or {},
-        **dict(options),
+        **dict(options) | request.options_of_user,
     )
-    ignored = sorted(unread(request))
+    ignored = sorted(unread(request) | (request.model_fields_set & (set() if knows_user else USER)))
     ignored += [f"include.{each}" for each in request.include or [] if each != LOGPROBS]
     if request.stream_options is not None:
         ignored.append("stream_options")

@@ -1,11 +1,12 @@
 """The agent `program` whose requests state a memory: what its contexts begin with and leave, its limit, and the rates
-that are computed from it.
+that are computed from it. Further: who asks, for a memory that lasts.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -31,10 +32,14 @@ def limited(*overrides: str) -> RunConfig:
 
 
 async def play(
-    script: list[str], program: Callable[..., Any] | Program | None = None, *overrides: str, memory: str = ""
+    script: list[str],
+    program: Callable[..., Any] | Program | None = None,
+    *overrides: str,
+    memory: str = "",
+    user: str = "",
 ) -> tuple[Trajectory, dict[str, float]]:
     """The attempt and its rates."""
-    config, question = limited(*overrides), build_question(evidence=[PARIS])
+    config, question = limited(*overrides), replace(build_question(evidence=[PARIS]), user=user)
     played, _ = await attempt(script, program, config, TOKENIZER, question=question, memory=memory)
     group = Group(id="g", question=question, trajectories=[played])
     return played, memory_quality([group], memory_budget=config.budget.memory_limit)
@@ -186,6 +191,28 @@ async def test_a_command_asks_for_its_memory_and_the_limit(tmp_path, memory):
     program = CommandProgram([sys.executable, str(tmp_path / "program.py")], timeout_s=60, max_processes=1)
     played, _ = await play(["Paris"], program, memory=memory)
     assert (played.answer, memories(played)) == ("Paris", [(f"{{'memory': '{memory}', 'max_tokens': 64}}", "")])
+
+
+async def test_a_program_learns_who_asks(tmp_path):
+    """For a store that lasts longer than one question."""
+    (tmp_path / "program.py").write_text(
+        "import httpx\nfrom openai import OpenAI\n"
+        "client = OpenAI()\n"
+        "user = client.get('/user', cast_to=httpx.Response).json()['user']\n"
+        "messages = [{'role': 'user', 'content': f'I am {user}'}]\n"
+        "said = client.chat.completions.create(model='policy', messages=messages, metadata={'memory': ''})\n"
+        "print(f'<{user}>')\n"
+    )
+    command = CommandProgram([sys.executable, str(tmp_path / "program.py")], timeout_s=60, max_processes=1)
+
+    async def function(question: str, client: AsyncOpenAI, search: Any, *, user: str) -> str:
+        await ask(client, f"I am {user}", memory="")
+        return f"<{user}>"
+
+    for program, user in ((command, "ann/7"), (function, "ann/7"), (function, "")):
+        played, _ = await play(["yes"], program, user=user)
+        assert played.answer == f"<{user}>"
+        assert f"I am {user}" in TOKENIZER.decode(played.contexts[0].token_ids)
 
 
 def test_its_budget_can_be_swept():

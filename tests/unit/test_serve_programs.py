@@ -1,5 +1,5 @@
-"""The agent service with a program: its memory goes from question to question, and its errors are told where only the
-machine's own users can read them.
+"""The agent service with a program: its memory goes from question to question, it learns who asks, and its errors are
+told where only the machine's own users can read them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,12 @@ FAULT = f"ZeroDivisionError: division by zero ({__file__}, line "
 
 async def broken(question: str, client: AsyncOpenAI, search: Any) -> str:
     return str(1 / 0)
+
+
+async def asked_by(question: str, client: AsyncOpenAI, search: Any, *, user: str) -> str:
+    messages: Any = [{"role": "user", "content": question}]
+    await client.chat.completions.create(model="policy", messages=messages, metadata={"memory": ""})
+    return f"<{user}>"
 
 
 @pytest.fixture(scope="module")
@@ -78,6 +84,47 @@ def test_without_a_memory_there_are_no_sessions(tmp_path):
         assert refused.status_code == 400 and "carries no memory" in refused.text
         turns = post(served, question=TWO_HOPS.text).json()["turns"]
         assert {turn["memory_after"] for turn in turns} == {""}
+
+
+CHAT = {"model": "tiny", "messages": [{"role": "user", "content": TWO_HOPS.text}]}
+RESPONSE = {"model": "tiny", "input": TWO_HOPS.text}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "user"),
+    [
+        ("/v1/answer", {"question": TWO_HOPS.text}, ""),
+        ("/v1/answer", {"question": TWO_HOPS.text, "user": "7"}, "/7"),
+        ("/v1/chat/completions", CHAT, ""),
+        ("/v1/chat/completions", CHAT | {"user": "7"}, "/7"),
+        ("/v1/chat/completions", CHAT | {"user": None, "safety_identifier": "8"}, "/8"),
+        ("/v1/chat/completions", CHAT | {"user": "7", "mempipe": {"user": "9"}}, "/7"),
+        ("/v1/chat/completions", CHAT | {"user": "", "mempipe": {"user": "9"}}, "/9"),
+        ("/v1/responses", RESPONSE | {"safety_identifier": "8"}, "/8"),
+        ("/v1/completions", {"model": "tiny", "prompt": TWO_HOPS.text, "user": "../bob"}, "/../bob"),
+    ],
+)
+def test_a_program_learns_who_asks(naming, path, body, user):
+    """The key's name comes first, so nobody can pass for a user of another key."""
+    reply = post(naming, path, key=KEY, **body)
+    assert f"<ann{user}>" in reply.json().get("answer", reply.text), reply.text
+    assert "user" not in reply.headers.get("x-mempipe-ignored", "")
+
+
+@pytest.mark.parametrize("user", [7, {"id": "7"}, "x" * 201])
+def test_a_user_that_is_no_short_text_is_refused(naming, user):
+    """Its questions would otherwise be those of the key's other users."""
+    reply = post(naming, "/v1/chat/completions", key=KEY, **CHAT, user=user)
+    assert reply.status_code == 400 and reply.json()["error"]["param"] == "user"
+
+
+@pytest.fixture(scope="module")
+def naming(tmp_path_factory) -> Iterator[Service]:
+    agents = {AGENT: load_config(EXAMPLE, [f"agent.program={__name__}:asked_by"])}
+    state = tmp_path_factory.mktemp("naming")
+    served = build_service(tiny_tokenizer(), state, agent=AGENT, agents=agents, keys=[RECORD])
+    with running(served):
+        yield served
 
 
 @pytest.mark.parametrize("keys", [[], [RECORD]], ids=["own_machine", "with_keys"])

@@ -473,7 +473,7 @@ def test_foreign_items_are_history_and_what_is_not_read_is_listed():
     noted, unread = read_items([InputItem.model_validate(item) for item in items])
     assert (noted(""), unread) == (expected, ["items.reasoning"])
     request = ResponseRequest.model_validate({"input": [*items, {"role": "user", "content": "so?"}]})
-    read = read_response(request, takes_instructions=True)
+    read = read_response(request, takes_instructions=True, knows_user=True)
     assert (read.history(), read.history("before")) == (expected, f"before\n{expected}")
     assert read.ignored == ["input.reasoning"]
     call = items[1] | {"arguments": "half a character: \ud800"}
@@ -481,7 +481,7 @@ def test_foreign_items_are_history_and_what_is_not_read_is_listed():
     assert (noted(""), unread) == ("weather half a character: \ufffd", [])
     ours = {"type": "reasoning", "id": "memory_0", "summary": [{"type": "summary_text", "text": "known"}]}
     request = ResponseRequest.model_validate({"input": [*items, ours, {"role": "user", "content": "so?"}]})
-    assert read_response(request, takes_instructions=True).history("before") == f"known\n{expected}"
+    assert read_response(request, takes_instructions=True, knows_user=True).history("before") == f"known\n{expected}"
 
 
 async def test_old_responses_make_room(tmp_path):

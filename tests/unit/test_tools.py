@@ -113,6 +113,26 @@ class Read(Notes):
 class NoContext(Write):
     def attempt(self, attempt):
         return self
+
+KEPT = {}
+
+class Remember(Write):
+    @asynccontextmanager
+    async def attempt(self, attempt):
+        notes = list(KEPT.get(attempt.question.user, []))
+        yield Remember(notes)
+        if attempt.error is None:
+            KEPT[attempt.question.user] = notes
+        else:
+            EVENTS.append(repr(attempt.error))
+
+class Upset(Read):
+    name = "upset"
+
+    @asynccontextmanager
+    async def attempt(self, attempt):
+        yield self
+        raise OSError("it cannot end")
 """
 
 
@@ -304,3 +324,38 @@ async def test_a_state_is_not_shared_by_mistake(notes):
         await toolbox.use(write)
     async with toolbox.attempt(build_question()) as tools:
         assert (await tools.use(write)).texts == ["1 notes"]
+
+
+async def remember(text: str, *, user: str, error: BaseException | None = None, more: Sequence[str] = ()) -> None:
+    """Notes a text in an attempt at a question of `user`, which `error` may break off."""
+    toolbox = Toolbox(own=load_tools(["notes_tools:Remember", *more]))
+    async with toolbox.attempt(replace(build_question(), user=user)) as tools:
+        await tools.use(tools.parse(json.dumps({"name": "write", "arguments": {"text": text}})))
+        if error is not None:
+            raise error
+
+
+async def test_a_store_outlives_its_attempts_with_a_part_for_each_user(notes):
+    await remember("likes tea", user="ann")
+    await remember("likes rain", user="bob")
+    await remember("has a dog", user="ann")
+    assert notes.KEPT == {"ann": ["likes tea", "has a dog"], "bob": ["likes rain"]}
+
+
+@pytest.mark.parametrize("error", [InfrastructureFault("the engine is gone"), asyncio.CancelledError("hung up")])
+async def test_a_tool_is_told_what_broke_its_attempt_off(notes, error):
+    """Such an attempt is played again or never answered, so a store that lasts must not have it."""
+    with pytest.raises(type(error)):
+        await remember("likes tea", user="ann", error=error)
+    assert ({}, [repr(error)]) == (notes.KEPT, notes.EVENTS)
+
+
+async def test_a_tool_is_told_that_another_one_could_not_end_or_start(notes):
+    with pytest.raises(UserCodeError, match="it cannot end"):
+        await remember("likes tea", user="ann", more=["notes_tools:Upset"])
+    toolbox = Toolbox(own=load_tools(["notes_tools:Remember", "notes_tools:Read"]))
+    with pytest.raises(UserCodeError, match="no notes for it"):
+        async with toolbox.attempt(replace(build_question(), id="odd", user="ann")):
+            pass
+    assert notes.KEPT == {}
+    assert ["it cannot end" in notes.EVENTS[0], "no notes for it" in notes.EVENTS[1]] == [True, True]

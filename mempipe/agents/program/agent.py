@@ -99,6 +99,7 @@ class ProgramAgent(Agent[ProgramRenderer]):
             question_ids=self.renderer.question(question),
             sample=self._sample,
             run_searches=functools.partial(self._run_searches, partition=question.partition),
+            user=question.user,
         )
         try:
             answer = await self.renderer.program.answer(question, gateway)

@@ -111,6 +111,9 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
     async def memory(_: None) -> Response:
         return JSONResponse({"memory": gateway.first_memory, "max_tokens": gateway.renderer.budget.memory_tokens})
 
+    async def user(_: None) -> Response:
+        return JSONResponse({"user": gateway.user})
+
     async def models(_: None) -> Response:
         return JSONResponse({"object": "list", "data": [{"id": "policy", "object": "model", "owned_by": "mempipe"}]})
 
@@ -118,7 +121,7 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
         return _error(
             404,
             f"the gateway has no {request.url.path}; it takes chat.completions.create, responses.create, "
-            "models.list, /v1/search and /v1/memory",
+            "models.list, /v1/search, /v1/memory and /v1/user",
         )
 
     routes = [
@@ -126,6 +129,7 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
         route("/v1/responses", "POST", respond),
         route("/v1/search", "POST", search),
         route("/v1/memory", "GET", memory),
+        route("/v1/user", "GET", user),
         route("/v1/models", "GET", models),
         Route("/{path:path}", elsewhere, methods=["GET", "POST", "DELETE"]),
     ]

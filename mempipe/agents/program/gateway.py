@@ -55,6 +55,8 @@ class Gateway:
     question_ids: list[int]
     sample: Sample
     run_searches: RunSearches
+    user: str = ""
+    """Who asks."""
     turns: list[Turn] = field(default_factory=list)
     """Those in which the policy has written something."""
     over: AttemptOver | None = None

@@ -51,8 +51,8 @@ class Program(Protocol):
 @dataclass(frozen=True, slots=True)
 class FunctionProgram:
     """async (question, client, search) -> the answer, None for none: `client` is an AsyncOpenAI, and `search(query)`
-    returns texts, best first. If it has the parameters `memory` and `memory_tokens`, it gets the memory that it starts
-    from, and the limit of its memories.
+    returns texts, best first. If it has the parameters `memory`, `memory_tokens` and `user`, it gets the memory that it
+    starts from, the limit of its memories, and who asks.
     """
 
     function: Callable[..., Awaitable[object]]
@@ -69,7 +69,11 @@ class FunctionProgram:
 
     async def _called(self, question: Question, client: AsyncOpenAI, gateway: Gateway) -> str | None:
         with user_code(f"agent.program failed for question {question.id}"):
-            known = {"memory": gateway.first_memory, "memory_tokens": gateway.renderer.budget.memory_tokens}
+            known = {
+                "memory": gateway.first_memory,
+                "memory_tokens": gateway.renderer.budget.memory_tokens,
+                "user": gateway.user,
+            }
             asked = inspect.signature(self.function).parameters
             more = {name: value for name, value in known.items() if name in asked}
             answer = await self.function(replace_surrogates(question.text), client, gateway.search, **more)

@@ -45,10 +45,11 @@ class AnswerJobs:
         if asked.document is not None:
             text = await self._store.documents.text(asked.document, owner)
         if asked.session is None:
-            return AnswerJob(await self._answering.plan(asked, text=text, memory=history), request_id)
+            return AnswerJob(await self._answering.plan(asked, text=text, memory=history, owner=owner), request_id)
         session = await self._claimed(asked.session, owner)
         try:
-            plan = await self._answering.plan(asked, text=text, memory=_joined(session.memory, history))
+            memory = _joined(session.memory, history)
+            plan = await self._answering.plan(asked, text=text, memory=memory, owner=owner)
         except BaseException:  # also a caller that hung up: whoever is not answered leaves the session free
             await asyncio.shield(self._store.sessions.release(session.id, None))
             raise

@@ -44,6 +44,7 @@ async def play_chat(
         asked,
         takes_instructions=answering.takes_instructions(agent),
         keeps_metadata=answering.keeps_metadata,
+        knows_user=answering.knows_user(agent),
         is_greedy=answering.is_greedy,
     )
     try:

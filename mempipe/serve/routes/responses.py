@@ -61,7 +61,10 @@ async def create_response(
     """
     agent = asked.mempipe.agent if asked.mempipe is not None else None
     asked = await _with_whole_items(asked, parts, owner)
-    read = read_response(asked, takes_instructions=parts.answering.takes_instructions(agent))
+    answering = parts.answering
+    read = read_response(
+        asked, takes_instructions=answering.takes_instructions(agent), knows_user=answering.knows_user(agent)
+    )
     previous = asked.previous_response_id
     memory = await _memory_after(previous, parts, owner) if previous is not None else ""
     try:
