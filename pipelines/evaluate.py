@@ -17,6 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -142,24 +143,25 @@ class Evaluations:
             Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, standing))
 
 
-_SHARED: list[Evaluations] = []
+_SERIES: ContextVar[Evaluations | None] = ContextVar("series", default=None)
+"""The evaluations that `main` is one of: what runs a command cannot hand them to it."""
 
 
 @contextmanager
 def in_series() -> Iterator[None]:
     """Makes the evaluations of the block, of this process, `Evaluations`."""
     with Evaluations() as series:
-        _SHARED.append(series)
+        token = _SERIES.set(series)
         try:
             yield
         finally:
-            _SHARED.remove(series)
+            _SERIES.reset(token)
 
 
 def main(suite: EvaluationSuite) -> list[Path]:
     """Runs the evaluation to its end and returns the report's files. Raises ConfigError before anything starts; what
     else fails raises a RuntimeError or OSError, and the same call resumes from there."""
-    series = _SHARED[-1] if _SHARED else Evaluations(stays=False)
+    series = _SERIES.get() or Evaluations(stays=False)
     return report(suite, series.ask(suite))
 
 
