@@ -10,17 +10,26 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from mempipe.actors.launch import Roles
-from mempipe.actors.lost import FAULTS_OF_RAY, ClusterLost, LaunchError, is_lost, one_line
+from mempipe.actors.lost import (
+    FAULTS_OF_RAY,
+    ClusterLost,
+    LaunchError,
+    LearnerFailed,
+    LearnerLost,
+    is_lost,
+    one_line,
+)
 from mempipe.beacons import reached
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position, checkpoints, position_of
+from mempipe.engines.proof import CanaryFailed, SamplingMismatch, StaleWeights
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.progress import say
 from mempipe.runs import Run
@@ -33,6 +42,8 @@ from mempipe.types import Group
 T = TypeVar("T")
 HOUR_S = 3600.0
 LONGEST_PAUSE_S = 60.0
+OF_ENGINES = (SamplingMismatch, StaleWeights, CanaryFailed)
+"""Errors that say that engines do not sample as the learner believes: no group of theirs is trained on."""
 
 
 class Supervisor:
@@ -93,9 +104,11 @@ class KeptGroups:
         return cls(run.folder / "kept_groups")
 
     def write(self, position: Position, groups: Sequence[Group]) -> None:
-        """Keeps the groups for the run that continues at `position`."""
+        """Keeps these groups, and no others, for the run that continues at `position`."""
         if groups:
             write_trajectories(self._file(position), groups)
+        else:
+            self._file(position).unlink(missing_ok=True)
 
     def read(self, position: Position) -> list[Group]:
         """Returns the groups that were kept at `position`; a file that cannot be read is reported, and its groups are
@@ -109,10 +122,12 @@ class KeptGroups:
             say(f"{file} cannot be read ({one_line(error)}); its groups are played again")
             return []
 
-    def clear(self) -> None:
-        """Removes the groups of earlier positions, which a later checkpoint replaces."""
+    def clear(self, positions: Iterable[Position]) -> None:
+        """Removes all groups but those of `positions`, from which a run may still continue."""
+        needed = {self._file(position) for position in positions}
         for file in self._folder.glob("step-*.parquet"):
-            file.unlink(missing_ok=True)
+            if file not in needed:
+                file.unlink(missing_ok=True)
 
     def _file(self, position: Position) -> Path:
         return self._folder / f"step-{position.step:08d}-{position.num_updates}.parquet"
@@ -208,7 +223,8 @@ class Checkpoints:
         reached("checkpoint", step=self.position.step)
         self._learners.start_save(self._folder, self.position, keep=self._config.checkpoint.keep)
         self._saved = self.position
-        self._kept.clear()
+        # The new checkpoint may yet fail to be written, so those before it keep what they need.
+        self._kept.clear([self.position, *map(position_of, checkpoints(self._folder))])
         self._tracker.log_metrics({"seconds/checkpoint": time.perf_counter() - started}, step=self.position.step)
 
     def _rescue(self, error: BaseException) -> None:
@@ -230,6 +246,9 @@ class Checkpoints:
                 self.position = learnt
             is_sound = (steps, rest) == (self.position.step, self.position.num_updates)
             unsaved = is_sound and self._saved != self.position
+            if rest and unsaved:  # a checkpoint within a step is of no use without the groups of the step
+                self._learners.finish_save()  # one that was in flight needs no groups
+                self._keep_groups(error)
             if unsaved:
                 self.save()
             self._learners.finish_save()  # one that was in flight as well
@@ -241,7 +260,7 @@ class Checkpoints:
                 self._log_batch()
             doing = "kept with its groups"
             if is_sound:
-                self._keep_groups()
+                self._keep_groups(error)
         except Exception as second:  # of any kind: `error` must reach the user
             say(f"step {self.position.step} could not be {doing}: {one_line(second)}")
 
@@ -254,11 +273,19 @@ class Checkpoints:
             dropped=[*self.position.dropped, *(group.id for group in batch.dropped)],
         )
 
-    def _keep_groups(self) -> None:
+    def _keep_groups(self, error: BaseException) -> None:
+        """Keeps the finished groups, without those with which the next run would end by the same error."""
         unfinished = self._batch.groups if self._batch is not None and self._under_way is not None else []
+        waiting = self._waiting()
+        needed = {*self.position.under_way}
+        if isinstance(error, OF_ENGINES) and not needed:
+            unfinished, waiting = [], []
+        elif isinstance(error, LearnerFailed) and not isinstance(error, LearnerLost) and not needed:
+            unfinished = []
         trained = {*self.position.trained[-1]} if self.position.trained else set()
-        groups = [group for group in [*unfinished, *self._waiting()] if group.id not in trained]
-        self._kept.write(self.position, groups)
+        groups = [group for group in [*unfinished, *waiting] if group.id not in trained]
+        if needed <= {group.id for group in groups}:  # else those of the last start are still there
+            self._kept.write(self.position, groups)
 
     def _log_batch(self) -> None:
         """Logs rollout metrics and trajectories of the interrupted step, which a resumed run does not repeat. Its

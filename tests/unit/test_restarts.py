@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +17,7 @@ from mempipe.actors.launch import ask_all, wait_for
 from mempipe.actors.lost import ClusterLost, LaunchError, LearnerFailed, LearnerLost, RoleLost, is_lost, one_line
 from mempipe.engines.checkpoint import CheckpointError, Position
 from mempipe.engines.generator import EngineDead, EngineFault
+from mempipe.engines.proof import SamplingMismatch, StaleWeights
 from mempipe.loader import parse_config
 from mempipe.settings import ConfigError
 from mempipe.stop import Interrupted
@@ -88,6 +90,26 @@ def checkpoints(learners, tracker, tmp_path) -> Checkpoints:
     run: Any = SimpleNamespace(folder=tmp_path)
     roles: Any = SimpleNamespace(config=config, learners=learners)
     return Checkpoints(run, roles, tracker, position=Position())
+
+
+@pytest.fixture
+def run_within(learners, tracker, tmp_path) -> tuple[Checkpoints, Position]:
+    """A run that resumed between two updates of its first step, and where it did."""
+    within = Position(num_updates=1, under_way=["g1"])
+    write_checkpoint(tmp_path, 1, within)
+    KeptGroups(tmp_path / "kept_groups").write(within, [group("g1")])
+    learners.num_updates = 1
+    config = parse_config({"algorithm": {"updates_per_step": UPDATES_PER_STEP}})
+    run: Any = SimpleNamespace(folder=tmp_path)
+    roles: Any = SimpleNamespace(config=config, learners=learners)
+    return Checkpoints(run, roles, tracker, position=within), within
+
+
+def write_checkpoint(run_folder: Path, num_updates: int, position: Position) -> None:
+    folder = run_folder / "checkpoints" / f"step-{num_updates:08d}"
+    folder.mkdir(parents=True)
+    state = {"num_updates_done": num_updates, "ranks": "1 cpu", "position": asdict(position)}
+    (folder / "state.json").write_text(json.dumps(state))
 
 
 def batch(number: int) -> StepGroups:
@@ -332,6 +354,71 @@ def test_a_step_that_there_is_no_time_for_is_saved_between_its_updates(checkpoin
     assert [each.id for each in kept] == ["g1"] and kept[0].started_at == 0
 
 
+def test_a_checkpoint_between_updates_is_not_saved_without_its_groups(checkpoints, learners, monkeypatch, capsys):
+    """It would displace the last one that a run can resume from (`checkpoint.keep` 1)."""
+
+    def no_space(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(KeptGroups, "write", no_space)
+    with pytest.raises(Interrupted), checkpoints.kept():
+        train(checkpoints, learners, 0)
+        checkpoints.finish()
+        checkpoints.save()
+        train(checkpoints, learners, 1, updates=1)
+        raise Interrupted(15)
+    assert [position.num_updates for position in learners.saved] == [0]
+    assert "No space left on device" in capsys.readouterr().out
+
+
+def test_groups_stay_until_no_checkpoint_needs_them(checkpoints, learners, tmp_path):
+    """The next checkpoint may fail to be written after `save` has begun it."""
+    within = Position(step=0, num_updates=1, under_way=["g1"])
+    gone = Position(step=7)
+    write_checkpoint(tmp_path, 1, within)
+    kept = KeptGroups(tmp_path / "kept_groups")
+    for position in (within, gone):
+        kept.write(position, [group("g1")])
+    with checkpoints.kept():
+        train(checkpoints, learners, 0)
+        checkpoints.finish()
+        checkpoints.save()
+    assert [len(kept.read(position)) for position in (within, gone)] == [1, 0]
+
+
+WAITING, IN_FLIGHT = "w0", "g1"
+
+
+@pytest.mark.parametrize(
+    ("error", "groups"),
+    [
+        (SamplingMismatch(0.3, 640, 0.05), []),
+        (StaleWeights("generator-0 holds others"), []),
+        (LearnerFailed("gradient norm is nan"), [WAITING]),
+        (LearnerLost("a rank died"), [IN_FLIGHT, WAITING]),
+        (ValueError("a bug"), [IN_FLIGHT, WAITING]),
+    ],
+)
+def test_what_ended_the_run_is_not_kept_to_end_the_next_one(checkpoints, learners, tmp_path, error, groups):
+    checkpoints._waiting = lambda: [group(WAITING)]
+    kept = KeptGroups(tmp_path / "kept_groups")
+    kept.write(Position(step=1, trained=[["g0"]]), [group("of an earlier start")])
+    with pytest.raises(type(error)), checkpoints.kept():
+        train(checkpoints, learners, 0)
+        checkpoints.finish()
+        checkpoints.begin(batch(1))
+        raise error
+    assert [each.id for each in kept.read(learners.saved[-1])] == groups
+
+
+def test_the_groups_of_a_checkpoint_within_a_step_are_never_replaced_by_others(run_within, learners, tmp_path):
+    """A signal may come between the moment that they leave the collector and the beginning of their step."""
+    checkpoints, within = run_within
+    with pytest.raises(Interrupted), checkpoints.kept():
+        raise Interrupted(15)
+    assert [each.id for each in KeptGroups(tmp_path / "kept_groups").read(within)] == ["g1"]
+
+
 def test_groups_that_no_step_took_are_kept_for_the_run_that_goes_on(checkpoints, learners, tmp_path):
     checkpoints._waiting = lambda: [group("w0"), group("w1")]
     with pytest.raises(RoleLost), checkpoints.kept():
@@ -357,10 +444,7 @@ def test_a_checkpoint_within_a_step_needs_the_groups_of_that_step(tmp_path, caps
     whole = Position(step=1, trained=[["g0"]])
     within = Position(step=1, trained=[["g0"]], num_updates=1, under_way=["g1"])
     for updates, position in ((2, whole), (3, within)):
-        folder = tmp_path / "checkpoints" / f"step-{updates:08d}"
-        folder.mkdir(parents=True)
-        state = {"num_updates_done": updates, "ranks": "1 cpu", "position": asdict(position)}
-        (folder / "state.json").write_text(json.dumps(state))
+        write_checkpoint(tmp_path, updates, position)
     assert newest_usable(run) == tmp_path / "checkpoints" / "step-00000002"
     assert "whose groups are gone" in capsys.readouterr().out
     KeptGroups.of(run).write(within, [group("g1")])
