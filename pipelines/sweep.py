@@ -26,7 +26,7 @@ from mempipe.planning.placement import Demand, bundle_gpus, plan
 from mempipe.progress import say
 from mempipe.reports.budgets import write_budget_report
 from mempipe.reports.closing import closing_study
-from mempipe.runs import Resume
+from mempipe.runs import Resume, unfinished
 from mempipe.settings import ConfigError
 from mempipe.storage.files import lock, write_text
 from mempipe.studies.sweep import SWEEP_FILE, SweepConfig, Trial, check_same, study_sweep, trials, write_configs
@@ -86,9 +86,14 @@ def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
         # A training needs the GPUs that the engines of an evaluation would keep, and so do trials without a place.
         in_series = not sweep.train and (not gpus or at_once <= places)
         num_over = 0
-        for part in in_order(missing):
+        for is_trained, part in zip((False, True), in_order(missing), strict=False):
+            if is_trained:
+                failed |= {trial.name: "its training did not end" for trial in part if not _has_trained(trial)}
+                part = [trial for trial in part if _has_trained(trial)]
+            if not part:
+                continue
             failed |= run_trials(
-                [_commands(sweep, trial, in_series=in_series) for trial in part],
+                [_commands(sweep, trial, trains=not is_trained, in_series=in_series) for trial in part],
                 folder=sweep.folder / "tune",
                 at_once=at_once,
                 max_failures=sweep.max_failures,
@@ -157,12 +162,20 @@ def report(sweep: SweepConfig, tracker: Tracker) -> list[Path]:
     return paths
 
 
-def _commands(sweep: SweepConfig, trial: Trial, *, in_series: bool) -> TrialCommands:
+def _has_trained(trial: Trial) -> bool:
+    return trial.training is None or not unfinished(trial.training.folder)
+
+
+def _commands(sweep: SweepConfig, trial: Trial, *, trains: bool = True, in_series: bool) -> TrialCommands:
+    """Returns the commands of a trial; `trains` is false for one that measures what another trial has trained. Several
+    of them run side by side, and a run's folder takes one command at a time.
+    """
     log = sweep.folder / "logs" / f"{trial.name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     options = {"train": ["--resume-if-exists"]}
     commands = [
         [command, str(file.resolve()), *options.get(command, [])]
         for command, file in write_configs(sweep.folder, trial)
+        if trains or command != "train"
     ]
     return TrialCommands(name=trial.name, commands=commands, log=str(log.resolve()), in_series=in_series)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import yaml
 from result_builders import answered
 
+from mempipe.actors.trials import TrialCommands
 from mempipe.agents.budget import MemoryBudget
 from mempipe.checks.sweep import check_sweep
 from mempipe.cli import main as command
@@ -150,8 +152,6 @@ def test_a_policy_for_several_budgets_is_trained_once_and_measured_under_each(tm
 
 
 def test_trials_that_come_one_part_after_another_are_counted_through(tmp_path, monkeypatch):
-    from contextlib import nullcontext
-
     sweep = config(tmp_path)
     planned, counted = trials(sweep), []
     monkeypatch.setattr("pipelines.sweep.connected", lambda *_, **__: nullcontext())
@@ -266,6 +266,30 @@ def test_a_policy_for_several_budgets_is_measured_under_a_larger_one_with_the_li
     runs[0]["settings"]["budget"] = mixed | {"memory_message_tokens": 68}
     with pytest.raises(ConfigError, match=r"runs: mem-memory-300-seed-1: .*_message_tokens is 68, less than .* 300"):
         trials(config(tmp_path, runs=runs, budgets=[8, 300], train=True))
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_trials_of_one_training_do_not_all_train_it(tmp_path, monkeypatch, ends):
+    """They would do so side by side, in one folder."""
+    ran: list[list[list[str]]] = []
+    runs = [{"name": "mem", "config": QUICKSTART, "settings": {"budget": {"memory_choices": [8, 16, 64]}}}]
+    sweep = config(tmp_path, runs=runs, budgets=[8, 16, 64], train=True)
+    planned = trials(sweep)
+    training = planned[0].training
+    assert training is not None
+
+    def run_trials(part: list[TrialCommands], **_: Any) -> dict[str, str]:
+        ran.append([[command[0] for command in each.commands] for each in part])
+        training.folder.mkdir(parents=True, exist_ok=True)
+        write_record(training.folder / "state.json", {"seconds": {}, "finished": ends, "num_steps": 1})
+        return {}
+
+    monkeypatch.setattr("pipelines.sweep.connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr("pipelines.sweep.cluster_gpus", dict)
+    monkeypatch.setattr("pipelines.sweep.run_trials", run_trials)
+    with pytest.raises(TrialsFailed, match="" if ends else "its training did not end"):
+        run_missing(sweep, planned)
+    assert ran == ([[["train", "evaluate"]], [["evaluate"], ["evaluate"]]] if ends else [[["train", "evaluate"]]])
 
 
 def test_a_sweep_of_references_alone_is_refused(tmp_path):
