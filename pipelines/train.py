@@ -22,7 +22,6 @@ from contextlib import closing, contextmanager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from statistics import fmean
 
 from mempipe.actors.cluster import check_unconnected, connected
 from mempipe.actors.launch import Roles, launch
@@ -42,6 +41,7 @@ from mempipe.reports.alarms import MISMATCH, mismatch_alarm
 from mempipe.reports.closing import closing_table
 from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
+from mempipe.rl.losses import step_metrics
 from mempipe.rl.packing import pack_step, split_updates
 from mempipe.rl.samples import to_samples
 from mempipe.rollout import first_prompt
@@ -85,15 +85,14 @@ def main(config: RunConfig, *, resume: Resume = "never") -> Run:
 
 def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
     supervisor = Supervisor(config.max_restarts)
-    if run.state["finished"] and config.num_steps > run.state["num_steps"]:  # a finished run trains further
-        if latest(run.folder / "checkpoints") is None:
-            raise ConfigError(
-                f"num_steps is {config.num_steps}, but {run.folder} has ended after {run.state['num_steps']} steps and "
-                "holds no checkpoint to resume from; begin another run with its huggingface folder as model.path"
-            )
-        run.update(finished=False)
+    is_done = run.state["finished"] and config.num_steps <= run.state["num_steps"]  # else a finished run trains further
+    if run.state["finished"] and not is_done and latest(run.folder / "checkpoints") is None:
+        raise ConfigError(
+            f"num_steps is {config.num_steps}, but {run.folder} has ended after {run.state['num_steps']} steps and "
+            "holds no checkpoint to resume from; begin another run with its huggingface folder as model.path"
+        )
     losses: Sequence[str] = read_losses(run.folder)
-    if not run.state["finished"]:
+    if not is_done:
         with run.preparation():
             reached("prepare")
             say(f"the phases: {', then '.join(phases(config))}")
@@ -101,6 +100,7 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
                 config = supervisor.attempt(partial(prepare, run))
             check_inputs(config)
             run.check_inputs(hash_inputs(config))
+            run.update(finished=False)  # not before: a run that is refused stays as it was
             run.resolved(config)
             if verified := latest(run.folder / "checkpoints"):
                 read_state(verified)  # raises CheckpointError for a damaged one
@@ -302,8 +302,8 @@ def learn(
     groups = _remaining_groups(roles, questions, position, kept, admission=admission_name)
     collector = Collector(watched(groups, waited_for=roles.waited_for), admission, config.algorithm, adopted=kept)
     checkpoints = Checkpoints(run, roles, tracker, position=position, stop=stop, waiting=lambda: collector.waiting)
-    training, other_phases = time.perf_counter(), sum(run.seconds.values())
     with (
+        _counted(run),
         closing(groups),
         checkpoints.kept(),
         Progress("train", total=config.num_steps, done=position.step) as progress,
@@ -335,8 +335,18 @@ def learn(
             do_what_is_due(step + 1)
             shown = [*(["reward"] if metrics["reward"] != metrics["em"] else []), "em", "tokens_per_second"]
             progress.advance(1, **{name: metrics[name] for name in shown})
-    other_phases -= sum(run.seconds.values())  # validation and exports count for themselves
-    run.add_seconds("train", time.perf_counter() - training + other_phases)
+
+
+@contextmanager
+def _counted(run: Run) -> Iterator[None]:
+    """Adds the seconds of the block to those of training, also when it fails; validation and exports count for
+    themselves."""
+    started, others = time.perf_counter(), sum(run.seconds.values())
+    try:
+        yield
+    finally:
+        others = sum(run.seconds.values()) - others
+        run.add_seconds("train", time.perf_counter() - started - others)
 
 
 def _do_what_is_due(step: int, *, roles: Roles, validation: Validation, exports: Exports) -> None:
@@ -415,8 +425,7 @@ def train_step(
             reports = roles.learn(updates, first=first, stop=stop)
     with Timer() as syncing:
         synced = roles.sync(step + 1)
-    names = dict.fromkeys(chain.from_iterable(reports))  # an update may lack the later contexts of another one
-    learner = {f"learner/{name}": fmean(report[name] for report in reports if name in report) for name in names}
+    learner = {f"learner/{name}": value for name, value in step_metrics(reports).items()}
     seconds = {
         "seconds/learn": learning.seconds - learner.get("learner/reference_seconds", 0.0),
         "seconds/sync": syncing.seconds,

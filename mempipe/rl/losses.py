@@ -6,7 +6,9 @@ gradients of micro-batches and ranks are added, never averaged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -19,6 +21,17 @@ MAX_KL = 10.0
 """A token's KL term is cut here, as in the trainers that MemSearcher and Search-R1 build on."""
 TOTALS = ("loss", "policy_loss", "kl_loss")
 """Metrics that are shares of the step already; all others are sums over tokens, or maxima (names ending in `_max`)."""
+COUNTS = ("tokens", "num_tokens", "num_contexts")
+PER_UPDATE = (
+    "lr",
+    "grad_norm",
+    "seconds",
+    "reference_seconds",
+    "tokens_per_second",
+    "teraflops_per_rank",
+    "model_flops_utilization",
+)
+"""Metrics of an update as a whole; the others that are neither totals, counts nor maxima are means over its tokens."""
 
 
 def policy_loss(
@@ -172,6 +185,26 @@ def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
         elif tokens := sums[f"{scope}/tokens" if scope else "tokens"]:
             means[name] = value / tokens
     return means
+
+
+def step_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Joins the metrics of the updates of a step: counts are added, maxima compared, and means per token weighted by
+    their tokens. Everything else, such as the loss and the gradient's norm, is a mean over the updates.
+    """
+    joined = {}
+    for name in dict.fromkeys(itertools.chain.from_iterable(updates)):  # an update may lack later contexts of another
+        having = [metrics for metrics in updates if name in metrics]
+        scope, _, leaf = name.rpartition("/")
+        count = f"{scope}/tokens" if scope else "tokens"
+        if leaf in COUNTS:
+            joined[name] = float(sum(metrics[name] for metrics in having))
+        elif leaf.endswith("_max") or leaf == "peak_memory_gib":
+            joined[name] = max(metrics[name] for metrics in having)
+        else:
+            is_whole = leaf in PER_UPDATE or name in TOTALS
+            weights = [1.0 if is_whole else metrics.get(count, 0.0) for metrics in having]
+            joined[name] = fmean([metrics[name] for metrics in having], weights=weights)
+    return joined
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig, bound: float) -> Tensor:

@@ -36,7 +36,9 @@ from stand_in_run import GROUPS_PER_STEP, NUM_STEPS, TRAIN, StandInRun, Strike, 
 from mempipe.actors.lost import LOST_IN_RAY, LearnerFailed, LearnerLost, RoleLost
 from mempipe.engines.engine_faults import EngineDead
 from mempipe.engines.proof import SamplingMismatch
+from mempipe.provenance import write_record
 from mempipe.reports.training import write_report
+from mempipe.runs import unfinished
 from mempipe.training.tracker_front import TrackerFront
 from mempipe.user_code import UserCodeError
 from pipelines import train
@@ -228,6 +230,21 @@ def test_a_signal_while_a_step_is_logged_loses_no_row(tmp_path, monkeypatch):
     assert run.recorded_steps() == [1, 2]
     assert run.command("--resume") == 0
     check_finished(run)
+
+
+def test_a_finished_run_that_is_refused_stays_finished(tmp_path, monkeypatch):
+    run = stand_in_run(tmp_path, monkeypatch, Strike(place="nowhere", error=KeyboardInterrupt))
+    assert run.command() == 0
+    write_record(run.run_folder / "inputs.json", {"data.train": "before"})
+    monkeypatch.setattr(train, "hash_inputs", lambda _: {"data.train": "changed"})
+    assert run.command(f"num_steps={NUM_STEPS + 1}", "--resume") == 2
+    assert unfinished(run.run_folder) == ""
+
+
+def test_the_seconds_of_a_start_that_was_interrupted_count(tmp_path, monkeypatch):
+    run = struck(tmp_path, monkeypatch, "learn", KeyboardInterrupt)
+    assert run.command() == 130
+    assert json.loads((run.run_folder / "state.json").read_text())["seconds"]["train"] > 0
 
 
 def test_no_role_waits_for_a_teacher(tmp_path, monkeypatch):

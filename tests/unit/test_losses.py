@@ -11,7 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.rl.config import AlgorithmConfig
-from mempipe.rl.losses import kl_to_reference, mean_metrics, merge_metrics, policy_loss, same_version_mismatch
+from mempipe.rl.losses import (
+    kl_to_reference,
+    mean_metrics,
+    merge_metrics,
+    policy_loss,
+    same_version_mismatch,
+    step_metrics,
+)
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
 
@@ -293,6 +300,35 @@ def test_half_precision_log_probs_are_computed_in_float32():
         config=AlgorithmConfig(kl_coef=0),
     )
     assert loss.dtype == torch.float32 and loss.item() == pytest.approx(-math.exp(0.001))
+
+
+def test_metrics_of_a_step_are_those_of_all_its_tokens():
+    small = {"tokens": 100.0, "num_tokens": 1000, "abs_logprob_diff": 0.1, "importance_ratio_max": 41.0}
+    small |= {
+        "loss": 0.2,
+        "grad_norm": 1.0,
+        "peak_memory_gib": 2.0,
+        "context_0/mismatch_kl": 0.5,
+        "context_0/tokens": 9,
+    }
+    large = {"tokens": 900.0, "num_tokens": 9000, "abs_logprob_diff": 0.9, "importance_ratio_max": 1.0}
+    large |= {
+        "loss": 0.4,
+        "grad_norm": 3.0,
+        "peak_memory_gib": 1.0,
+        "context_1/mismatch_kl": 0.3,
+        "context_1/tokens": 4,
+    }
+    expected = {"tokens": 1000, "num_tokens": 10000, "abs_logprob_diff": 0.82, "importance_ratio_max": 41.0}
+    expected |= {"loss": 0.3, "grad_norm": 2.0, "peak_memory_gib": 2.0}
+    expected |= {
+        "context_0/mismatch_kl": 0.5,
+        "context_0/tokens": 9,
+        "context_1/mismatch_kl": 0.3,
+        "context_1/tokens": 4,
+    }
+    assert step_metrics([small, large]) == pytest.approx(expected)
+    assert step_metrics([small]) == pytest.approx(small)
 
 
 def test_metrics_of_micro_batches_add_up_to_those_of_the_step():
