@@ -120,9 +120,9 @@ class Evaluations:
         except OSError as error:
             raise ConfigError(f"cannot write to the evaluation's folder {suite.folder}: {error.strerror}") from error
         if unfinished := [each for each in planned if not all(job.results.finished for job in each.jobs)]:
-            with StopRequest(max(each.config.grace_s for each in unfinished)).listening():
+            with StopRequest(max(each.config.grace_s for each in unfinished)).listening() as stop:
                 try:
-                    self._ask(suite, unfinished)
+                    self._ask(suite, unfinished, stop)
                 except BaseException:
                     self.__exit__(*sys.exc_info())  # raises the sentence about a lost cluster or role in its place
                     raise
@@ -130,7 +130,7 @@ class Evaluations:
                     self.__exit__(None, None, None)
         return planned
 
-    def _ask(self, suite: EvaluationSuite, unfinished: Sequence[PlannedRun]) -> None:
+    def _ask(self, suite: EvaluationSuite, unfinished: Sequence[PlannedRun], stop: StopRequest) -> None:
         if self._standing is None:
             say("connecting to Ray")
             logs = suite.folder / "ray_logs"
@@ -140,7 +140,7 @@ class Evaluations:
         standing.expect([each.config for each in unfinished if each.run.endpoint is None])
         for number, each in enumerate(unfinished, start=1):
             say(f"{each.run.name}: {number} of {len(unfinished)} runs")
-            Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, standing))
+            Supervisor(each.config.max_restarts).attempt(partial(evaluate_run, suite, each, standing, stop))
 
 
 _SERIES: ContextVar[Evaluations | None] = ContextVar("series", default=None)
@@ -226,7 +226,7 @@ def _plan_run(suite: EvaluationSuite, run: EvaluatedRun, sets: Sequence[Question
     return PlannedRun(run=run, config=config, prompt_hash=prompts, jobs=jobs)
 
 
-def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, standing: StandingActors) -> None:
+def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, standing: StandingActors, stop: StopRequest) -> None:
     """Evaluates all unfinished sets of a run. The actors of the run before stay where they fit."""
     with ExitStack() as stack:
         with waiting(f"{planned.run.name}: preparing engines and retrievers"):
@@ -234,10 +234,12 @@ def evaluate_run(suite: EvaluationSuite, planned: PlannedRun, standing: Standing
             engines = stack.enter_context(roles)
         for job in planned.jobs:
             if not job.results.finished:
-                evaluate_set(suite, planned, job, engines)
+                evaluate_set(suite, planned, job, engines, stop)
 
 
-def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet, engines: RolloutActors) -> None:
+def evaluate_set(
+    suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet, engines: RolloutActors, stop: StopRequest
+) -> None:
     """Asks the questions that have no row yet. Writes rows in parts as they come, also when it is interrupted."""
     job.results.open()
     done = job.results.done()
@@ -266,8 +268,9 @@ def evaluate_set(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet, eng
         if suite.recall is not None and planned.config.has_memory:
             rows = asyncio.run(with_recalls(Endpoint(suite.recall), waiting, rows))
         reached("evaluation.part", title=title)
-        job.results.append(waiting, rows)
-        waiting.clear()
+        with stop.held_back():  # a signal in between would have the part written twice
+            job.results.append(waiting, rows)
+            waiting.clear()
 
     groups = stream_groups(spec, BenchmarkRows(job.benchmark, job.asked.file, frozenset(done)))
     with closing(groups), Progress(title, total=job.asked.num_questions, done=len(done)) as progress:
