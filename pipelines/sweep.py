@@ -29,7 +29,16 @@ from mempipe.reports.closing import closing_study
 from mempipe.runs import Resume, unfinished
 from mempipe.settings import ConfigError
 from mempipe.storage.files import lock, write_text
-from mempipe.studies.sweep import SWEEP_FILE, SweepConfig, Trial, check_same, study_sweep, trials, write_configs
+from mempipe.studies.sweep import (
+    SWEEP_FILE,
+    SweepConfig,
+    Trial,
+    check_same,
+    left_out,
+    study_sweep,
+    trials,
+    write_configs,
+)
 from mempipe.tracking.tracker import Tracker
 from mempipe.training.parent_run import parent_run
 
@@ -143,6 +152,8 @@ def _needed_gpus(trial: Trial, gpus_per_node: Sequence[int]) -> int:
 def report(sweep: SweepConfig, tracker: Tracker) -> list[Path]:
     """Writes the answer of all trials: on disk, in MLflow and on the terminal."""
     study = study_sweep(sweep.folder)
+    if sentence := left_out(sweep.folder):
+        say(sentence)
     for curve in study.whole.curves:
         for point in curve.points:
             numbers = {

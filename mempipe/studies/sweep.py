@@ -146,12 +146,13 @@ def trial_name(run: EvaluatedRun, memory_tokens: int | None, seed: int) -> str:
 
 
 def study_sweep(folder: Path, *, metric: str = "em", margin: float | None = None) -> BudgetStudy:
-    """Returns the study of a sweep's folder, wherever it lies. `margin` is in points; None: the sweep's.
+    """Returns the study of a sweep's folder, wherever it lies. `margin` is in points; None: the sweep's. Trials that
+    the sweep does not list any more have no part in it (`left_out`).
 
     Raises ConfigError while trials are missing.
     """
     sweep = load_sweep(folder / SWEEP_FILE)
-    planned = sorted(file.name.removesuffix(_SUFFIX) for file in (folder / "configs").glob(f"*{_SUFFIX}"))
+    planned = [name for name in _begun(folder) if name in _names(sweep)]
     if missing := [name for name in planned if not (folder / "trials" / name).is_dir()]:
         raise ConfigError(f"{folder}: {', '.join(missing)} were never started; `mempipe sweep` --resume continues")
     runs = []
@@ -160,6 +161,13 @@ def study_sweep(folder: Path, *, metric: str = "em", margin: float | None = None
         for run in measured_runs(folder / "trials" / name):
             runs.append(replace(run, agent=run.name, training=training))
     return study_runs(runs, metric=metric, margin=sweep.margin if margin is None else margin, seed=sweep.seed)
+
+
+def left_out(folder: Path) -> str:
+    """Returns a sentence about the trials in a sweep's folder that the sweep does not list any more; "" without any."""
+    names = _names(load_sweep(folder / SWEEP_FILE))
+    others = [name for name in _begun(folder) if name not in names]
+    return f"not in the report, since {SWEEP_FILE} does not list them any more: {', '.join(others)}" if others else ""
 
 
 def write_configs(folder: Path, trial: Trial) -> list[tuple[str, Path]]:
@@ -208,6 +216,18 @@ def _check_measured(trial: Trial) -> None:
                 f"{folder} was measured with another model than {trial.training.folder} holds now, which has been "
                 f"trained again; delete {trial.suite.folder}, and --resume measures it again"
             )
+
+
+def _begun(folder: Path) -> list[str]:
+    """Returns the names of the trials that have a config in the folder, in order."""
+    return sorted(file.name.removesuffix(_SUFFIX) for file in (folder / "configs").glob(f"*{_SUFFIX}"))
+
+
+def _names(sweep: SweepConfig) -> set[str]:
+    """Returns the name of every trial of the sweep, and some more: whether a run has budgets is known from its config,
+    which a copy of the folder may lack."""
+    budgets = (*sweep.budgets, None)
+    return {trial_name(run, tokens, seed) for run in sweep.runs for tokens in budgets for seed in sweep.seeds}
 
 
 def _configs(trial: Trial) -> Iterator[tuple[str, RunConfig | EvaluationSuite]]:

@@ -434,6 +434,22 @@ def test_a_sweep_with_all_results_only_writes_its_report(tmp_path, capsys, monke
     assert "mem-memory-4-seed-1 were never started" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("measured", [False, True])
+def test_a_budget_that_the_user_took_out_is_not_in_the_report(tmp_path, capsys, measured):
+    first = config(tmp_path, budgets=[4, 8, 16])
+    for trial in trials(first):
+        write_configs(first.folder, trial)
+        if measured or trial.memory_tokens != 16:
+            finish(trial, right=40 if trial.memory_tokens == 16 else 36)
+    sweep_main(config(tmp_path, budgets=[4, 8]), resume="always")
+    assert "does not list them any more: mem-memory-16-seed-1\n" in capsys.readouterr().out
+    assert command(["budgets", str(first.folder)]) == 0
+    assert "does not list them any more: mem-memory-16-seed-1\n" in capsys.readouterr().out
+    (curve,) = study_sweep(first.folder).whole.curves
+    assert [point.memory_tokens for point in curve.points] == [4, 8]
+    assert (first.folder / "configs" / "mem-memory-16-seed-1-evaluate.yaml").exists()
+
+
 def test_a_trial_that_left_no_results_fails_the_sweep_by_name(tmp_path, monkeypatch):
     from contextlib import nullcontext
 
