@@ -122,7 +122,8 @@ def _causes_figure(title: str, asked: Mapping[int, Sequence[ResultRow]]) -> Figu
     if not series:
         return None
     chart = line_chart(series, title=title, x_label="tokens of the memory", y_format=percent)
-    return Figure(title=title, chart=chart, keys=keys, caption="Shares of all answers; right ones have no cause.")
+    caption = "Shares of all answers; a right one has no cause, nor has one whose needed facts are not known."
+    return Figure(title=title, chart=chart, keys=keys, caption=caption)
 
 
 def _hops_figure(title: str, lines: Mapping[int, Sequence[tuple[float, float]]], x_label: str) -> Figure:

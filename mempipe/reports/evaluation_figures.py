@@ -8,6 +8,7 @@ from statistics import fmean
 
 from mempipe.evaluation.causes import Cause
 from mempipe.evaluation.cells import Cell, runs_of
+from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval
 from mempipe.evaluation.table import ScoreTable
 from mempipe.reports.charts import Bar, BarGroup, Figure, Key, Series, bar_chart, line_chart
@@ -57,33 +58,38 @@ def cause_lines(cells: Sequence[Cell], budgets: Mapping[str, int | None]) -> lis
     no cause is known.
     """
     counts: dict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    wrong: Counter[tuple[str, int]] = Counter()
     for cell in cells:
         for row in cell.rows:
             counts[cell.run, row.num_hops].update(cause for cause in row.first_causes if cause)
+            wrong[cell.run, row.num_hops] += _num_wrong(row)
     lines = [
-        [run, str(budgets[run] or "–"), str(hops or "–"), str(causes.total()), *(str(causes[each]) for each in Cause)]
+        [
+            run,
+            str(budgets[run] or "–"),
+            str(hops or "–"),
+            str(wrong[run, hops]),
+            str(causes.total()),
+            *(str(causes[each]) for each in Cause),
+        ]
         for run in runs_of(cells)
         for hops in sorted(hops for name, hops in counts if name == run)
         if (causes := counts[run, hops])
     ]
     names = [each.replace("_", " ") for each in Cause]
-    return [["run", "memory budget", "hops", "wrong answers", *names], *lines] if lines else []
+    return [["run", "memory budget", "hops", "wrong answers", "with a known cause", *names], *lines] if lines else []
 
 
 def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
     """Draws the first causes of wrong answers, a bar per run, as shares of all of its answers: two mistakes in a
     hundred are two bars that hardly show."""
     runs = runs_of(cells)
-    counts = {
-        run: Counter(c for cell in cells if cell.run == run for row in cell.rows for c in row.first_causes if c)
-        for run in runs
-    }
+    rows = {run: [row for cell in cells if cell.run == run for row in cell.rows] for run in runs}
+    counts = {run: Counter(cause for row in rows[run] for cause in row.first_causes if cause) for run in runs}
     if not any(counts.values()):
         return None
-    answers = {
-        run: sum(len(row.answers) * len(row.em_by_objective) for cell in cells if cell.run == run for row in cell.rows)
-        for run in runs
-    }
+    answers = {run: sum(len(row.answers) * len(row.em_by_objective) for row in rows[run]) for run in runs}
+    wrong = {run: sum(map(_num_wrong, rows[run])) for run in runs}
     groups = [
         BarGroup(
             label=cause.replace("_", " "),
@@ -97,11 +103,21 @@ def causes_by_run(cells: Sequence[Cell]) -> Figure | None:
     ]
     title = "First cause of wrong answers"
     keys = [
-        Key(style=style_of(number), label=run, value=f"{counts[run].total():,} wrong of {answers[run]:,}")
+        Key(style=style_of(number), label=run, value=_wrong_of(counts[run].total(), wrong[run], answers[run]))
         for number, run in enumerate(runs)
     ]
     caption = "Shares of all answers of a run. A cause is known where the facts that the question needs are."
     return Figure(title=title, chart=bar_chart(groups, title=title), keys=keys, caption=caption)
+
+
+def _num_wrong(row: ResultRow) -> int:
+    """Returns how many answers of the row, one for each objective of each attempt, are wrong."""
+    return round(len(row.answers) * sum(1 - em for em in row.em_by_objective))
+
+
+def _wrong_of(known: int, wrong: int, answers: int) -> str:
+    some = "" if known == wrong else f", {known:,} with a known cause"
+    return f"{wrong:,} wrong of {answers:,}{some}"
 
 
 def context_by_turn(cells: Sequence[Cell]) -> Figure | None:

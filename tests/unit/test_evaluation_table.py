@@ -736,6 +736,20 @@ def test_wrong_answers_are_counted_by_their_first_cause(tmp_path):
     assert "First cause" not in written(tmp_path / "plain", cell("a", "mine", [0]))["report.md"]
 
 
+def test_a_wrong_answer_without_a_known_cause_is_wrong_all_the_same(tmp_path):
+    known = dataclasses.replace(question(0), evidence=[Evidence(passage_id="9", value="Nile")])
+    groups = [
+        Group(id="q0", question=known, trajectories=[attempt("Rhine")]),
+        group(1, "Rhine"),
+        group(2, "Nile"),
+    ]
+    files = written(tmp_path, Cell(run="a", benchmark=Benchmark(name="mine", file="x"), rows=rows_of(*groups)))
+    head, line = re.findall(r"^\| (?:run|a) \| (?:memory budget|1024) .*$", files["report.md"], flags=re.MULTILINE)
+    counts = dict(zip(head.split(" | "), line.split(" | "), strict=True))
+    assert (counts["wrong answers"], counts["with a known cause"]) == ("2", "1")
+    assert "2 wrong of 3, 1 with a known cause" in files["report.html"]
+
+
 def test_a_run_without_a_set_leaves_its_place_empty(tmp_path):
     page = written(tmp_path, cell("a", "nq", [1]), cell("a", "popqa", [1]), cell("b", "nq", [0]))["report.html"]
     chart = page.partition("em by set")[2].partition("</svg>")[0]
