@@ -10,7 +10,7 @@ import unicodedata
 from collections.abc import Sequence
 from enum import StrEnum
 
-from mempipe.text import UNSPACED
+from mempipe.text import UNSPACED, visible, with_marks
 from mempipe.types import Context, EndReason, Evidence, Question, Trajectory
 
 _WORD = re.compile(rf"[^\W_{UNSPACED}]+|[{UNSPACED}]")
@@ -72,7 +72,8 @@ def finds(context: Context, fact: Evidence) -> bool:
 
 def contains_value(text: str, value: str) -> bool:
     """Returns whether the words of `value` occur in `text` next to each other; case, punctuation and articles do not
-    count. In scripts without spaces every character is a word.
+    count, nor do characters that nobody sees. In scripts without spaces every character is a word; elsewhere vowel
+    signs and other marks are part of theirs.
 
     A value of articles only is matched as words, one of punctuation only as it is. An empty one is in no text.
     """
@@ -94,4 +95,11 @@ def words_of(text: str) -> tuple[str, ...]:
 
 
 def _all_words(text: str) -> list[str]:
-    return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
+    if text.isascii():
+        return _WORD.findall(text.casefold())
+    return _word_with_marks().findall(visible(unicodedata.normalize("NFKC", text)).casefold())
+
+
+@functools.cache
+def _word_with_marks() -> re.Pattern[str]:
+    return re.compile(with_marks(rf"[^\W_{UNSPACED}]") + f"|[{UNSPACED}]")

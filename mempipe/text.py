@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import bisect
 import difflib
+import functools
 import itertools
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
@@ -24,6 +26,13 @@ UNSPACED = (
 """Thai, Lao, Burmese, Khmer, Korean, Japanese and Chinese, as ranges in a class of a regular expression. Words of these
 scripts cannot be told apart: no space is between them, or (in Korean) a particle is part of each.
 """
+INVISIBLE = (
+    "\u00ad\u034f\u061c\u180b-\u180f\u200d-\u200f\u202a-\u202e\u2060-\u206f\ufe00-\ufe0f\ufeff\U000e0100-\U000e01ef"
+)
+"""Characters that nobody sees and that end no word, as ranges in a class: soft hyphens, joiners, selectors."""
+_NOT_SEEN = re.compile(f"[{INVISIBLE}]")
+_NON_JOINER = re.compile("(?<![\u0600-\u08ff])\u200c")
+_LAST_MARK = 0x1FFFF
 _WORD = re.compile(rf"[^\s{UNSPACED}]+|[{UNSPACED}]")
 _LONGEST_WORD = 64
 _ABBREVIATIONS = frozenset(
@@ -90,6 +99,56 @@ def _run(text: str, found: Sequence[re.Match[str]]) -> str:
 def replace_surrogates(text: str) -> str:
     """Returns the text with U+FFFD for every lone surrogate, so that it can be written as UTF-8."""
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def visible(text: str, *, without: re.Pattern[str] = _NOT_SEEN) -> str:
+    """Returns the text without `INVISIBLE`, or without more characters.
+
+    A zero-width space stays, since it parts words, and so does a non-joiner after a letter of the Arabic script, since
+    it parts the pieces of a Persian word.
+    """
+    if "\u200c" in text:
+        text = _NON_JOINER.sub("", text)
+    return without.sub("", text)
+
+
+@functools.cache
+def with_marks(letters: str) -> str:
+    """Returns a pattern of words of these letters, themselves a pattern of one character, and of the marks that follow
+    them, such as the vowel signs of Hindi; for `\\w` a mark ends a word. Marks of `UNSPACED` are none of them."""
+    # After most words is an ASCII character: it is compared with one range before all those of the marks.
+    return rf"(?:{letters}+(?:(?![\x00-\u02ff])[{as_class(_marks())}]+)?)+"
+
+
+@functools.cache
+def accents() -> str:
+    """Returns the marks that words may be written without, as ranges in a class of a regular expression: accents, and
+    the points of Hebrew, Arabic and Syriac. Elsewhere a mark is a vowel, or says that there is none."""
+    return as_class(
+        each
+        for each in _marks()
+        if each < "\U00010000"  # a class beyond is slow to compare with
+        and unicodedata.combining(each)
+        and re.search("COMBINING|^(HEBREW|ARABIC|SYRIAC) ", unicodedata.name(each))
+    )
+
+
+def as_class(characters: Iterable[str]) -> str:
+    """Returns ascending characters as ranges in a class of a regular expression."""
+    runs: list[list[int]] = []
+    for code in map(ord, characters):
+        if runs and runs[-1][1] == code - 1:
+            runs[-1][1] = code
+        else:
+            runs.append([code, code])
+    return "".join(f"{chr(first)}-{chr(last)}" for first, last in runs)
+
+
+@functools.cache  # not at import: it takes some hundredths of a second
+def _marks() -> list[str]:
+    other = re.compile(f"[{UNSPACED}{INVISIBLE}]")
+    marks = (each for each in map(chr, range(_LAST_MARK)) if unicodedata.category(each) in ("Mn", "Mc"))
+    return [each for each in marks if not other.match(each)]
 
 
 class Neutralizer:

@@ -1,6 +1,6 @@
 """BM25: an index folder of words and weighted postings, memory-mapped, and exact search in it.
 
-    lexical.json        format, k1, b, number of passages, words and postings
+    lexical.json        format, word_rules, k1, b, number of passages, words and postings
     words.arrow         every word, sorted
     starts.npy          int64 [words + 1]: where a word's postings start
     rows.npy            int32 [postings]: the passages of a word, ascending
@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from mempipe.retrieval.encoders import words
+from mempipe.retrieval.encoders import WORD_RULES, words
 from mempipe.retrieval.fusion import Scored
 from mempipe.settings import ConfigError
 
@@ -35,7 +35,8 @@ class LexicalIndex:
     """An opened BM25 index; for any number of threads.
 
     A passage is the words of its title and text, a query a bag of words: one that occurs twice counts twice. Case,
-    accents and stop words do not count (`encoders.words`); nothing is stemmed.
+    accents and stop words do not count (`encoders.words`); nothing is stemmed. The words of a query are found by the
+    rules that the index was built with.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class LexicalIndex:
         self._vocabulary = vocabulary
         self._starts, self._rows, self._weights = starts, rows, weights
         self.num_passages: int = settings["num_passages"]
+        self._word_rules: int = settings.get("word_rules", 1)
 
     @classmethod
     def open(cls, folder: str | Path, *, mmap: bool = True) -> Self:
@@ -81,7 +83,9 @@ class LexicalIndex:
     def _scores(self, query: str, first: int, last: int) -> npt.NDArray[np.float32]:
         """Returns the scores of the rows from `first` up to, not including, `last`."""
         scores = np.zeros(last - first, dtype=np.float32)
-        for word, count in sorted(Counter(words(query)).items()):  # sorted: float32 sums depend on the order
+        for word, count in sorted(
+            Counter(words(query, self._word_rules)).items()
+        ):  # sorted: float32 sums depend on the order
             start, stop = self._postings(word)
             start, stop = start + np.searchsorted(self._rows[start:stop], (first, last))
             scores[self._rows[start:stop] - first] += self._weights[start:stop] * np.float32(count)
@@ -114,6 +118,8 @@ def _read_settings(path: Path) -> dict[str, Any]:
     found = settings.get("format") if isinstance(settings, dict) else None
     if found != FORMAT:
         raise ConfigError(f"{path} has format {found!r}, this version reads {FORMAT}; build the index again")
+    if (rules := settings.get("word_rules", 1)) not in range(1, WORD_RULES + 1):
+        raise ConfigError(f"{path} has word_rules {rules!r}, this version knows {WORD_RULES}; build the index again")
     for name in ("num_passages", "num_words", "num_postings"):
         if type(settings.get(name)) is not int or settings[name] < 1:
             raise ConfigError(

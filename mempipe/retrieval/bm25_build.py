@@ -26,7 +26,7 @@ import pyarrow as pa
 import pyarrow.compute
 
 from mempipe.retrieval.bm25 import FORMAT, ROWS, SETTINGS, STARTS, WEIGHTS, WORDS, WORDS_SCHEMA, LexicalIndex
-from mempipe.retrieval.encoders import words
+from mempipe.retrieval.encoders import WORD_RULES, words
 from mempipe.settings import ConfigError
 
 pc: Any = pyarrow.compute  # its functions are made at run time, which no type checker sees
@@ -68,6 +68,7 @@ def build_lexical(
         num_words = _merge(blocks, folder, norms, num_postings)
     settings = {
         "format": FORMAT,
+        "word_rules": WORD_RULES,
         "k1": k1,
         "b": b,
         "num_passages": len(lengths),

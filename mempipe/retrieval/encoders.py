@@ -22,11 +22,14 @@ import numpy.typing as npt
 from pydantic import NonNegativeFloat, PositiveInt, ValidationError, validate_call
 
 from mempipe.settings import ConfigError
-from mempipe.text import UNSPACED, replace_surrogates
+from mempipe.text import INVISIBLE, UNSPACED, accents, as_class, replace_surrogates, visible, with_marks
 from mempipe.types import Passage
 
 P = ParamSpec("P")
 Vectors = npt.NDArray[np.float32]
+WORD_RULES: Literal[2] = 2
+"""The rules of `words`, which an index names; 1 if it names none. By 1 a vowel sign of Hindi, or a soft hyphen, ended a
+word."""
 
 
 class Encoder(Protocol):
@@ -82,33 +85,50 @@ class HashingEncoder:
     """Hashed bags of words: deterministic, nothing to download; finds the passages that share words with the query.
 
     A word weighs 1 + ln(its occurrences) in the text, plus `title_weight` when the title has it, so that the passage
-    about an entity comes before those that mention it. Case, accents and `STOP_WORDS` do not count.
+    about an entity comes before those that mention it. Case, accents and `STOP_WORDS` do not count. `word_rules` are
+    those of `words`; an index names the ones that it was built with.
     """
 
     name = "hashing"
 
     @_checked
-    def __init__(self, *, dimension: PositiveInt = 1024, title_weight: NonNegativeFloat = 2.0) -> None:
+    def __init__(
+        self,
+        *,
+        dimension: PositiveInt = 1024,
+        title_weight: NonNegativeFloat = 2.0,
+        word_rules: Literal[1, 2] = WORD_RULES,
+    ) -> None:
         from sklearn.feature_extraction import FeatureHasher
 
         self.dimension = dimension
         self.title_weight = title_weight
+        self.word_rules = word_rules
         self._hasher = FeatureHasher(dimension, alternate_sign=True)
 
     def spec(self) -> dict[str, Any]:
-        return {"kind": self.name, "dimension": self.dimension, "title_weight": self.title_weight}
+        return {
+            "kind": self.name,
+            "dimension": self.dimension,
+            "title_weight": self.title_weight,
+            "word_rules": self.word_rules,
+        }
 
     def encode_queries(self, queries: Sequence[str]) -> Vectors:
-        return self._encode([_word_weights(query) for query in queries])
+        return self._encode([self._word_weights(query) for query in queries])
 
     def encode_passages(self, passages: Sequence[Passage]) -> Vectors:
         return self._encode([self._passage_weights(passage) for passage in passages])
 
     def _passage_weights(self, passage: Passage) -> Mapping[str, float]:
-        weights = _word_weights(passage.text)
-        for word in set(words(passage.title)):
+        weights = self._word_weights(passage.text)
+        for word in set(words(passage.title, self.word_rules)):
             weights[word] = weights.get(word, 0.0) + self.title_weight
         return weights
+
+    def _word_weights(self, text: str) -> dict[str, float]:
+        counts = Counter(words(text, self.word_rules))
+        return {word: 1.0 + math.log(count) for word, count in counts.items()}
 
     def _encode(self, weights: Sequence[Mapping[str, float]]) -> Vectors:
         if not weights:  # which the hasher refuses
@@ -125,28 +145,39 @@ _STOP_WORDS = (
 STOP_WORDS = frozenset(_STOP_WORDS.split())
 _WORD = re.compile(r"\w+")
 _UNSPACED = re.compile(f"[{UNSPACED}]")
-_WORD_OR_RUN = re.compile(rf"[^\W{UNSPACED}]+|(?P<run>[{UNSPACED}]+)")
 
 
-def words(text: str) -> list[str]:
+def words(text: str, rules: int = WORD_RULES) -> list[str]:
     """Returns the words that count, in order: case-folded, without accents, without `STOP_WORDS`. In scripts without
-    spaces every pair of neighbouring characters is a word, and so is a character without neighbours.
+    spaces every pair of neighbouring characters is a word, and so is a character without neighbours. Vowel signs are
+    part of a word, and characters that nobody sees are not (`mempipe.text`).
+
+    `rules` are those of the index that is built or searched; text without such signs has the same words by all.
     """
     if text.isascii():
         return [word for word in _WORD.findall(text.casefold()) if word not in STOP_WORDS]
     decomposed = unicodedata.normalize("NFKD", replace_surrogates(text))
-    bare = "".join(each for each in decomposed if not unicodedata.combining(each) or _UNSPACED.match(each))
-    found = _WORD_OR_RUN.finditer(unicodedata.normalize("NFC", bare).casefold())  # syllables and kana are whole again
+    without, word_or_run = _patterns(rules)
+    bare = without.sub("", decomposed) if rules == 1 else visible(decomposed, without=without)
+    if bare.isascii():
+        return [word for word in _WORD.findall(bare.casefold()) if word not in STOP_WORDS]
+    found = word_or_run.finditer(unicodedata.normalize("NFC", bare).casefold())  # syllables and kana are whole again
     spelt = (_pairs(match["run"]) if match["run"] else [match[0]] for match in found)
     return [word for part in spelt for word in part if word not in STOP_WORDS]
 
 
+@functools.cache
+def _patterns(rules: int) -> tuple[re.Pattern[str], re.Pattern[str]]:
+    """Returns the marks that words are written without, and a word or a run of a script without spaces."""
+    letter, run = rf"[^\W{UNSPACED}]", f"(?P<run>[{UNSPACED}]+)"
+    if rules == 1:
+        marks = as_class(each for each in map(chr, range(0x20000)) if unicodedata.combining(each))
+        return re.compile(f"(?![{UNSPACED}])[{marks}]"), re.compile(f"{letter}+|{run}")
+    return re.compile(f"[{INVISIBLE}{accents()}]"), re.compile(f"{with_marks(letter)}|{run}")
+
+
 def _pairs(run: str) -> list[str]:
     return [run[place : place + 2] for place in range(max(len(run) - 1, 1))]
-
-
-def _word_weights(text: str) -> dict[str, float]:
-    return {word: 1.0 + math.log(count) for word, count in Counter(words(text)).items()}
 
 
 class HFEncoder:

@@ -16,7 +16,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, field_validator
 
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import FileRecord, changed_files, verify_once
@@ -58,6 +58,12 @@ class VectorFiles(_Part):
     recall_at_10: float | None = None
     """For an index that is not exact: the share of the 10 nearest passages that it finds, measured at build time."""
     num_recall_queries: int = 0
+
+    @field_validator("encoder")
+    @classmethod
+    def _first_word_rules(cls, encoder: dict[str, Any]) -> dict[str, Any]:
+        """Returns the encoder with the rules that words were found by before an index named them."""
+        return {"word_rules": 1, **encoder} if encoder.get("kind") == "hashing" else encoder
 
 
 class LexicalFiles(_Part):

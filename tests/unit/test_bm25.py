@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import random
+import re
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from mempipe.retrieval import bm25_build
@@ -19,6 +21,7 @@ from mempipe.retrieval.bm25_build import build_lexical
 from mempipe.retrieval.encoders import words
 from mempipe.settings import ConfigError
 
+WIKI = Path(__file__).parents[3] / "shared" / "data" / "wiki_mini.jsonl"
 PASSAGES = [
     ("Nile", "A river in Egypt"),
     ("Rhine", "river, river"),
@@ -112,6 +115,58 @@ def test_a_character_without_neighbours_is_a_word_and_others_are_pairs():
     assert words("ハリー・ポッター、서울은") == ["ハリ", "リー", "ポッ", "ッタ", "ター", "서울", "울은"]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("राम और रोम", ["राम", "और", "रोम"]),
+        ("दिल्ली क्\u200dषेत्र", ["दिल्ली", "क्षेत्र"]),
+        ("மலை মালা", ["மலை", "মালা"]),
+        ("co\u00adoperate foo\u200bbar ﬁn\u2060e ❤\ufe0f 1\ufe0f\u20e3", ["cooperate", "foo", "bar", "fine", "1"]),
+        ("فَتَحَ שָׁלוֹם Ёлка ά é_x", ["فتح", "שלום", "елка", "α", "e_x"]),
+        ("می\u200cخواهم", ["می", "خواهم"]),
+    ],
+)
+def test_a_word_holds_its_vowel_signs_and_no_accents(text, expected):
+    assert words(text) == expected
+
+
+def reads_the_same_by_all_rules(text: str) -> bool:
+    """Whether the text has no sign that ended a word by the first rules and is part of one now, or the reverse."""
+    marks = [each for each in unicodedata.normalize("NFKD", text) if unicodedata.category(each) in ("Mn", "Mc", "Cf")]
+    return all(unicodedata.name(each, "").startswith(("COMBINING ACUTE", "COMBINING DIA", "HEBREW")) for each in marks)
+
+
+@given(st.text(st.characters(max_codepoint=0x2FFFF) | st.sampled_from("aZ é́ü_שָ中ㅏß–İ"), max_size=40))
+def test_text_without_such_signs_has_the_same_words_by_all_rules(text):
+    assume(reads_the_same_by_all_rules(text))
+    assert words(text) == words(text, 1)
+
+
+def test_latin_text_of_wikipedia_has_the_same_words_by_all_rules():
+    if not WIKI.exists():
+        pytest.skip("the shared texts are not beside this checkout")
+    texts = [text for line in WIKI.open() for text in json.loads(line).values() if isinstance(text, str)]
+    differ = [text for text in texts if words(text) != words(text, 1)]
+    indic = re.compile("[\u0900-\u0dff]")
+    assert len(texts) > 10_000 and len(differ) < 50 and all(map(indic.search, differ))
+
+
+def test_an_index_is_searched_by_the_rules_that_it_was_built_with(tmp_path, monkeypatch):
+    texts = batches([("", "राम अयोध्या के राजा थे"), ("", "रोम इटली में है")])
+    new = build_lexical(texts, tmp_path / "new")
+    assert [row for row, _ in found(new, "रोम")] == [1]
+    with monkeypatch.context() as patch:
+        patch.setattr(bm25_build, "words", lambda text: words(text, 1))
+        build_lexical(texts, tmp_path / "old")
+    file = tmp_path / "old" / "lexical.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps({name: value for name, value in settings.items() if name != "word_rules"}))
+    assert len(found(LexicalIndex.open(tmp_path / "old"), "रोम")) == 2
+    file.write_text(json.dumps(settings | {"word_rules": 3}))
+    with pytest.raises(ConfigError, match="word_rules 3, this version knows 2; build the index again"):
+        LexicalIndex.open(tmp_path / "old")
+
+
 def test_equal_scores_are_ordered_by_row_also_at_the_last_place(tmp_path):
     index = build_lexical(batches([("x", "y")] * 50 + [("x", "x")]), tmp_path)
     assert [row for row, _ in found(index, "x", depth=4)] == [50, 0, 1, 2]
@@ -176,7 +231,8 @@ def test_the_bytes_do_not_depend_on_the_blocks(tmp_path, monkeypatch, block_word
 
 def test_settings_and_counts_are_kept_and_an_opened_index_answers_alike(tmp_path):
     built = build_lexical(batches(PASSAGES), tmp_path, k1=1.5, b=0.3)
-    assert built.spec() == {"format": 1, "k1": 1.5, "b": 0.3, "num_passages": 5, "num_words": 7, "num_postings": 9}
+    counts = {"num_passages": 5, "num_words": 7, "num_postings": 9}
+    assert built.spec() == {"format": 1, "word_rules": 2, "k1": 1.5, "b": 0.3, **counts}
     for mmap in (True, False):
         opened = LexicalIndex.open(tmp_path, mmap=mmap)
         assert opened.spec() == built.spec() and found(opened, "nile river") == found(built, "nile river")

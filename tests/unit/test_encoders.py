@@ -231,7 +231,7 @@ def test_encoders_that_differ_are_told_apart_by_name(encoder, name):
         ({"kind": ["hashing"]}, r"encoder kind is \['hashing'\]"),
         (
             {"kind": "hashing", "shape": "round"},
-            "hashing encoder has no setting 'shape'; it has dimension, title_weight",
+            "hashing encoder has no setting 'shape'; it has dimension, title_weight, word_rules",
         ),
         ({"kind": "hashing", "path": "model"}, "hashing encoder has no setting 'path'"),
         ({"kind": "hashing", "dimension": 0}, "hashing encoder: dimension is 0: should be greater than 0"),

@@ -265,6 +265,10 @@ def test_rates_without_a_case_are_absent():
         ("서울은 수도이다", "서울", True),
         ("ハリー・ポッターと", "ハリーポッター", True),
         ("生于1936年", "1936", True),
+        ("राजधानी राम है", "रोम", False),
+        ("राजधानी रोम है", "रोम", True),
+        ("the co\u00adoperation", "cooperation", True),
+        ("İstanbul", "stanbul", False),
     ],
 )
 def test_values_match_whole_words(text, value, expected):

@@ -367,6 +367,16 @@ def test_another_encoder_than_the_one_that_built_the_index_is_refused(small):
     assert "shape" in refusal(small)
 
 
+def test_an_index_that_names_no_rules_of_words_is_searched_by_the_first(tmp_path):
+    passages = [Passage(id=str(i), title="", text=text) for i, text in enumerate(("राम राजा थे", "रोम"))]
+    old = HashingEncoder(word_rules=1)
+    build_index(passages, tmp_path / "old", encoder=old)
+    change_manifest(tmp_path / "old", "vectors", encoder={"kind": "hashing", "dimension": 1024, "title_weight": 2.0})
+    encoder = Retriever(tmp_path / "old")._encoder
+    assert encoder is not None and encoder.spec() == old.spec() != HashingEncoder().spec()
+    assert (encoder.encode_queries(["रोम"]) == old.encode_passages(passages[1:])).all()
+
+
 def test_a_mode_for_which_the_index_has_nothing_is_refused(small, tmp_path):
     assert "retrieval.mode is 'fusion', but index" in refusal(small, mode="fusion")
     assert Retriever(small, mode="dense").snapshot == Retriever(small).snapshot
