@@ -65,9 +65,16 @@ _ABBREVIATIONS = frozenset(
         "u.k",
         "e.g",
         "i.e",
+        "ул",  # Russian: street, named after, saint, professor, academician, general, see
+        "им",
+        "св",
+        "проф",
+        "акад",
+        "ген",
+        "см",
     ]
 )
-_SENTENCE_END = re.compile(r"[.!?][\"”’')\]]*\s+(?=[\"“‘'(\[]?[A-Z0-9])")
+_SENTENCE_END = re.compile(r"[.!?][\"”’'»)\]]*\s+(?=[\"“„‘'«(\[]?([^\W_a-z]))")
 
 
 class CountTokens(Protocol):
@@ -228,7 +235,11 @@ def check_mask(mask: str, encode: Callable[[str], list[int]], decode: Callable[[
 
 def sentences(text: str) -> list[tuple[int, int]]:
     """Returns the start and end of every sentence, without the space around it. A line break ends one too."""
-    ends = {match.end() for match in _SENTENCE_END.finditer(text) if not _is_abbreviation(text, match.start())}
+    ends = {
+        match.end()
+        for match in _SENTENCE_END.finditer(text)
+        if (match[1].isupper() or match[1].isdigit()) and not _is_abbreviation(text, match.start())
+    }
     ends |= {match.end() for match in re.finditer(r"\n+", text)}
     found, start = [], 0
     for end in [*sorted(ends), len(text)]:

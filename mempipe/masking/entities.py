@@ -70,8 +70,6 @@ _ARTICLE = re.compile(r"[Tt]he\s+")
 _AFTER_ENTITY = ' \t\n"“”„‟«»‹›*_,;:-–—<>|\\=#~^([{\u200b\u200c\u200d'
 _LETTERS = re.compile(r"\w+")
 _WORD_BOUNDARY = re.compile(r"\b")
-_BEFORE_NAME = frozenset("abcdefghijklmnopqrstuvwxyz0123456789,;")
-"""Characters before the space before a name inside a sentence."""
 _LONGEST_NAME = 64
 """A longer word is not a name elsewhere."""
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]+")
@@ -328,7 +326,7 @@ def _names_elsewhere(text: str, words: set[str]) -> set[str]:
         if letters[0] not in heads:
             continue
         start = letters.start()
-        follows = start > 1 and text[start - 1] == " " and text[start - 2] in _BEFORE_NAME
+        follows = start > 1 and text[start - 1] == " " and _is_inside_sentence(text[start - 2])
         # A word may continue behind an apostrophe, a hyphen or a full stop.
         for end in _WORD_BOUNDARY.finditer(text, letters.end(), start + longest + 1):
             part = text[start : end.start()]
@@ -337,6 +335,11 @@ def _names_elsewhere(text: str, words: set[str]) -> set[str]:
             if follows and part in words:
                 inside.add(part)
     return {word for word in inside if word.lower() not in written_small}
+
+
+def _is_inside_sentence(character: str) -> bool:
+    """Returns whether a name behind the character and a space is inside a sentence, and not in a run of names."""
+    return character in ",;" or (character.isalnum() and not character.isupper())
 
 
 def _is_capitalised(word: str) -> bool:

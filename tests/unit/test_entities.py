@@ -68,6 +68,18 @@ def test_the_rules_find(text, entities):
     assert found(text) == entities
 
 
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("Анна родилась в Москве у реки. Сегодня она живет в городе Киеве.", ["Москве", "Киеве"]),
+        ("Anne est née à Paris. Écrivaine, elle vit à Lyon.", ["Paris", "Lyon"]),
+        ("Γεννήθηκε στην Αθήνα σε ένα σπίτι. Σήμερα ζει στη Θεσσαλονίκη.", ["Αθήνα", "Θεσσαλονίκη"]),
+    ],
+)
+def test_the_first_word_of_a_sentence_is_no_name_in_any_script(text, names):
+    assert [entity.text for entity in RuleFinder().find([text])[0]] == names
+
+
 def test_a_capital_at_the_start_of_a_sentence_makes_a_name_only_if_it_is_one_elsewhere():
     assert found("Bridges were built here. They were long.") == []
     assert found("Kuno stayed. Later, Kuno left.") == [("Kuno", "name"), ("Kuno", "name")]
@@ -83,6 +95,8 @@ def test_a_capital_at_the_start_of_a_sentence_makes_a_name_only_if_it_is_one_els
         ("Kuno stayed. Kuno left.", 0),
         ("Kuno stayed.\n\nHe was met by,  Kuno again.", 0),
         ("Kuno stayed. In 1994 Kuno left.", 1),
+        ("Анна родилась. Здесь живет Анна теперь.", 1),
+        ("Однако он ушел. Потом вернулся.", 0),
     ],
 )
 def test_elsewhere_means_inside_a_sentence_and_never_written_small(text, names):
@@ -123,6 +137,15 @@ def test_entities_do_not_overlap_and_come_in_order():
         ('He said "Go." Then he went.', ['He said "Go."', "Then he went."]),
         ("a title\nand a line", ["a title", "and a line"]),
         ("  ", []),
+        (
+            "Он ушел. Сегодня дома. А. С. Пушкин на ул. Ленина.",
+            ["Он ушел.", "Сегодня дома.", "А. С. Пушкин на ул. Ленина."],
+        ),
+        (
+            "Née à Paris. Écrivaine « à Lyon ». «Η Άννα.» Σήμερα ζει.",
+            ["Née à Paris.", "Écrivaine « à Lyon ».", "«Η Άννα.»", "Σήμερα ζει."],
+        ),
+        ("In 3. straße. _X stays. a b. ß", ["In 3. straße. _X stays. a b. ß"]),
     ],
 )
 def test_a_text_is_cut_into_sentences(text, parts):
