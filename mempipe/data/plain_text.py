@@ -4,8 +4,8 @@ passages already.
 
 A passage joins paragraphs until it has about `PASSAGE_WORDS` words, or as many as are asked for; a longer paragraph
 is cut at the ends of sentences, whether or not lines end there. A heading (`#` in markdown, an underlined line
-elsewhere) begins a new passage. The title of a passage is the name of the file, the heading, and from the second part
-of a long section on its number: the titles are what questions are split by into training and test.
+elsewhere) begins a new passage. The title of a passage is the name of the file, the heading with those above it, and
+from the second part of a long section on its number: the titles are what questions are split by into training and test.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
 from pathlib import Path
 
@@ -37,7 +37,9 @@ PASSAGE_WORDS = 100
 PART_PASSAGES = 10
 """Passages of a section that share a title."""
 _LETTERS_A_WORD, _LONGEST_WORD = 6, 30
-_UNDERLINE = re.compile(r"^([=\-*~^\"])\1{2,}\s*$")
+_UNDERLINES = '*=-~^"'
+"""The signs below a heading, by its level; "=" has the level of a single "#"."""
+_UNDERLINE = re.compile(rf"^([{re.escape(_UNDERLINES)}])\1{{2,}}\s*$")
 _CLAUSE_END = re.compile(r"[.!?;:…][\"”’')\]]*\s+|[。！？；]")
 _WORD = re.compile(r"\S+\s*")
 _UNSPACED = re.compile(f"[{UNSPACED}]")
@@ -196,16 +198,21 @@ def _passages(name: str, text: str, words: int) -> Iterator[tuple[str, str]]:
             yield section if part == 1 else f"{section} ({part})", passage
 
 
-def _sections(name: str, blocks: Iterable[tuple[str, str]]) -> Iterator[tuple[str, list[str]]]:
-    """Yields the title and the paragraphs of every section."""
-    title, paragraphs = name, list[str]()
-    for heading, paragraph in blocks:
-        if heading:
-            yield title, paragraphs
-            title, paragraphs = f"{name}: {heading}" if heading.lower() != name.lower() else name, []
-        if paragraph:
-            paragraphs.append(paragraph)
-    yield title, paragraphs
+def _sections(name: str, blocks: Iterable[tuple[int, str]]) -> Iterator[tuple[str, list[str]]]:
+    """Yields the title and the paragraphs of every section. The title holds all headings that the section is under."""
+    above, paragraphs = dict[int, str](), list[str]()
+    for level, text in blocks:
+        if not level:
+            paragraphs.append(text)
+            continue
+        yield _title(name, above), paragraphs
+        above = {other: heading for other, heading in above.items() if other < level} | {level: text}
+        paragraphs = []
+    yield _title(name, above), paragraphs
+
+
+def _title(name: str, headings: Mapping[int, str]) -> str:
+    return ": ".join([name, *(heading for heading in headings.values() if heading.lower() != name.lower())])
 
 
 def _joined(parts: Iterable[str], words: int) -> Iterator[str]:
@@ -249,21 +256,21 @@ def _num_words(text: str) -> int:
     return sum(words) + -(-num_unspaced // 2)
 
 
-def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Yields (heading, "") or ("", paragraph) in the order of the text."""
+def _paragraphs(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """Yields headings with their level, and paragraphs with 0, in the order of the text."""
     block: list[str] = []
     for line in [*lines, ""]:
-        underlined = len(block) == 1 and _UNDERLINE.match(line) and _is_short(block[0])
-        marked = re.match(r"#{1,6}\s+(.*)", line) if _is_short(line) else None
-        if underlined:
-            yield block[0].strip(), ""
+        underline = _UNDERLINE.match(line) if len(block) == 1 and _is_short(block[0]) else None
+        marked = re.match(r"(#{1,6})\s+(.*)", line) if _is_short(line) else None
+        if underline:
+            yield _UNDERLINES.index(underline[1]) + 1, block[0].strip()
             block = []
         elif marked or not line.strip():
             if block:
-                yield "", " ".join(_WRAPPED.sub("", "\n".join(block)).split())
+                yield 0, " ".join(_WRAPPED.sub("", "\n".join(block)).split())
             block = []
-            if marked:
-                yield marked[1].strip(" #"), ""
+            if marked and (heading := marked[2].strip(" #")):
+                yield len(marked[1]) + 1, heading
         else:
             block.append(line)
 

@@ -13,7 +13,7 @@ HTML, PDF = (".html", ".htm"), ".pdf"
 SUFFIXES = (".txt", ".md", *HTML, PDF)
 HEADING_WORDS = 20
 """A longer line is not a heading, whatever marks it."""
-_HEADINGS = {f"h{level}" for level in range(1, 7)}
+_HEADINGS = {f"h{level}": "#" * level for level in range(1, 7)}
 _INLINE = {
     "a",
     "abbr",
@@ -33,6 +33,7 @@ _INLINE = {
     "q",
 }
 _INLINE |= {"s", "samp", "small", "span", "strong", "sub", "sup", "time", "tt", "u", "var", "wbr", "ins", "del"}
+_IN_HEAD = {"base", "link", "meta", "noscript", "script", "style", "template", "title"}
 _UNSEEN = {"script", "style", "template", "noscript", "svg", "math", "head", "nav", "select"}
 
 
@@ -73,7 +74,7 @@ def html_text(page: str) -> str:
 
 
 class _Page(HTMLParser):
-    """Collects the text of a page: a block begins a paragraph, a heading is one line behind a "#"."""
+    """Collects the text of a page: a block begins a paragraph, a heading is one line behind a "#" for each level."""
 
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
@@ -84,10 +85,13 @@ class _Page(HTMLParser):
         self._in_title = False
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        # A head need not be closed: the first tag that cannot be in one ends it.
+        if self._unseen[-1:] == ["head"] and tag not in _IN_HEAD:
+            self._unseen.clear()
         if tag in _UNSEEN:
             self._unseen.append(tag)
         elif tag == "body":
-            self._unseen.clear()  # a head need not be closed
+            self._unseen.clear()
         self._in_title = tag == "title" and not {"svg", "math"}.intersection(self._unseen)
         self.has_main_heading |= tag == "h1" and not self._unseen
         if tag == "br":
@@ -95,7 +99,7 @@ class _Page(HTMLParser):
         elif tag in ("td", "th"):
             self.parts.append(" ")
         elif tag not in _INLINE:
-            self.parts.append("\n\n# " if tag in _HEADINGS else "\n\n")
+            self.parts.append(f"\n\n{_HEADINGS[tag]} " if tag in _HEADINGS else "\n\n")
 
     def handle_endtag(self, tag: str) -> None:
         if tag in self._unseen:

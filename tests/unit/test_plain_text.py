@@ -37,6 +37,24 @@ def test_paragraphs_are_joined_up_to_a_passage_and_headings_are_titles(tmp_path)
     assert all(len(passage.text.split()) <= PASSAGE_WORDS for passage in passages)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "titles"),
+    [
+        ("a.html", "<h1>Marie</h1><h2>Birth</h2><p>x<h2>Death</h2><p>y", ["a: Marie: Birth", "a: Marie: Death"]),
+        ("a.md", "# Marie\n## Birth\nx\n# Pierre\n## Birth\ny\n", ["a: Marie: Birth", "a: Pierre: Birth"]),
+        (
+            "a.md",
+            "# One\nx\n# Two\n#\ny\n### Three\nz\n## Four\nz\n",
+            ["a: One", "a: Two", "a: Two: Three", "a: Two: Four"],
+        ),
+        ("a.txt", "Parts\n***\n\nOne\n===\n\nx\n\nUse\n---\n\ny\n", ["a: Parts: One", "a: Parts: One: Use"]),
+        ("marie.md", "# Marie\n## Birth\nx\n", ["marie: Birth"]),
+    ],
+)
+def test_a_title_holds_the_headings_above(tmp_path, name, text, titles):
+    assert [passage.title for passage in read(tmp_path, text, name)] == titles
+
+
 def test_an_underlined_line_is_a_heading(tmp_path):
     (tmp_path / "a.txt").write_text("Scope\n=====\n\nwhat it is\n")
     (passage,) = read_plain_text(tmp_path / "a.txt")
@@ -202,7 +220,7 @@ def test_a_page_is_what_a_browser_shows(tmp_path):
     passages = read(tmp_path, PAGE, "nile.html")
     assert [(passage.title, passage.text) for passage in passages] == [
         ("nile: The Nile", "It is a river & it is long. Very. It ends in Egypt."),
-        ("nile: Cities", "Cairo Luxor Khartoum Sudan"),
+        ("nile: The Nile: Cities", "Cairo Luxor Khartoum Sudan"),
     ]
     assert read(tmp_path, "<p>no end <b>of it <i>&unknown; 1 < 2", "b.htm")[0].text == "no end of it &unknown; 1 < 2"
     with pytest.raises(ConfigError, match="holds no text"):
@@ -219,6 +237,8 @@ def test_a_page_is_what_a_browser_shows(tmp_path):
         ("<head><title>A</title></head><body><p>Long.", "a"),
         ("<body><svg><title>icon</title></svg><p>Long.", "a"),
         (f"<title>{'word ' * 21}</title><p>Long.", "a"),
+        ("<head><meta charset=utf-8><title>Nile</title><p>Long.", "a: Nile"),
+        ("<head><noscript><img src=x></noscript><script>no</script><title>Nile</title></head><p>Long.", "a: Nile"),
     ],
 )
 def test_the_title_of_a_page_without_a_main_heading_is_its_heading(tmp_path, page, title):
