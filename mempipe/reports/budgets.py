@@ -51,7 +51,8 @@ def write_budget_report(folder: Path, study: BudgetStudy, *, name: str) -> list[
     plot = score_by_part(study) if len(parts) > 1 else score_by_budget(study, study.whole)
     causes = [figure for curve in curves for figure in causes_by_budget(curve)]
     figures = [score_by_part(study)] * (len(parts) > 1)
-    figures += [draw(study, part) for part in parts for draw in (score_by_budget, score_by_tokens)]
+    drawn = [part for part in parts if part.curves]  # a set may have been asked under one budget only
+    figures += [draw(study, part) for part in drawn for draw in (score_by_budget, score_by_tokens)]
     figures += [*(figure for curve in curves for figure in figures_by_hops(study, curve)), *causes]
     page = render(
         "evaluation.html",

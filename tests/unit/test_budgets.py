@@ -470,6 +470,15 @@ def test_hops_have_curves_of_their_own_against_the_budget_and_against_the_tokens
     assert {"400", "900"} <= {shape.text for shape in by_tokens.chart.shapes}
 
 
+@pytest.mark.parametrize("with_reference", [False, True])
+def test_a_set_that_was_asked_under_one_budget_only_has_no_curve(tmp_path, with_reference):
+    both = {"nq": rows([True] * 8), "hp": rows([False] * 8)}
+    result = study({4: both, 8: {"nq": rows([True] * 8)}} | ({None: both} if with_reference else {}))
+    write_budget_report(tmp_path, result, name="own")
+    page = (tmp_path / "budgets.html").read_text()
+    assert "em by memory budget, nq" in page and "em by memory budget, hp" not in page
+
+
 def test_first_causes_are_drawn_by_budget_and_hops(tmp_path):
     def asked(causes: list[str]) -> list[ResultRow]:
         each = zip(rows([not cause for cause in causes]), causes, strict=True)
