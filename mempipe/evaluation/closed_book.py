@@ -11,7 +11,7 @@ from mempipe.agents.protocol import last_boxed
 from mempipe.data.ruler import SourceQuestion
 from mempipe.engines.config import EndpointConfig
 from mempipe.engines.endpoint import Endpoint
-from mempipe.rl.rewards import exact_match, normalize_answer
+from mempipe.rl.rewards import WHOLE_ANSWERS, exact_match, normalize_answer
 
 NUM_SAMPLES = 2
 MAX_TOKENS = 512
@@ -43,12 +43,17 @@ def closed_book_filter(
 
 
 def answers_right(text: str, answers: Sequence[str]) -> bool:
-    """Returns whether the box of a reply is a golden answer, or the reply says one."""
+    """Returns whether the box of a reply is a golden answer, or the reply says one. "yes" and "no" are common words,
+    so a reply says them by its box, or without a box as its first word.
+    """
     boxed = last_boxed(text)
+    if boxed is not None and exact_match(boxed, answers) == 1:
+        return True
     said = normalize_answer(text)
-    return (boxed is not None and exact_match(boxed, answers) == 1) or any(
-        gold and f" {gold} " in f" {said} " for gold in map(normalize_answer, answers)
-    )
+    golds = [gold for gold in map(normalize_answer, answers) if gold]
+    if boxed is None and said.split(" ")[0] in WHOLE_ANSWERS.intersection(golds):
+        return True
+    return any(f" {gold} " in f" {said} " for gold in golds if gold not in WHOLE_ANSWERS)
 
 
 async def _is_known(question: SourceQuestion, endpoints: Sequence[Endpoint]) -> bool:

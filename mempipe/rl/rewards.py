@@ -21,7 +21,8 @@ from mempipe.types import EndReason
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _WIDE_PUNCTUATION = "".join(chr(ord(sign) + 0xFEE0) for sign in string.punctuation) + "。、｡､・「」『』《》〈〉【】〔〕"
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation + _WIDE_PUNCTUATION)
-_WHOLE_ANSWERS = frozenset({"yes", "no", "noanswer"})
+WHOLE_ANSWERS = frozenset({"yes", "no", "noanswer"})
+"""Normalised answers that are right as a whole only."""
 _TAG = re.compile("(</?(?:think|search|information|answer)>)")
 _SEARCH_TURN = ["<think>", "</think>", "<search>", "</search>", "<information>", "</information>"]
 _LAST_TURN = ["<think>", "</think>", "<answer>", "</answer>"]
@@ -221,7 +222,7 @@ def _math_form(text: str) -> str:
 
 
 def _f1(prediction: str, gold: str) -> float:
-    if prediction != gold and (prediction in _WHOLE_ANSWERS or gold in _WHOLE_ANSWERS):
+    if prediction != gold and (prediction in WHOLE_ANSWERS or gold in WHOLE_ANSWERS):
         return 0.0
     predicted, expected = split_words(prediction), split_words(gold)
     shared = (Counter(predicted) & Counter(expected)).total()

@@ -261,3 +261,17 @@ async def test_a_question_whose_endpoint_fails_is_a_group_that_says_so_where_fai
 )
 def test_a_question_is_known_when_its_box_or_its_words_are_a_gold(reply, is_right):
     assert answers_right(reply, ["Paris", "the"]) is is_right
+
+
+@pytest.mark.parametrize(
+    ("reply", "is_right"),
+    [
+        ("I have no idea. \\boxed{unknown}", False),
+        ("No idea. \\boxed{unknown}", False),
+        ("There is no doubt: \\boxed{No}", True),
+        ("No, they are not.", True),
+        ("There is no doubt.", False),
+    ],
+)
+def test_no_is_an_answer_in_the_box_or_as_the_first_word(reply, is_right):
+    assert answers_right(reply, ["no"]) is is_right
