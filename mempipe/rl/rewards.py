@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 import string
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -146,8 +147,10 @@ def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
 
 def normalize_answer(text: str) -> str:
     """Returns the text in lower case without ASCII punctuation, English articles and surplus spaces (SQuAD, arXiv
-    1606.05250), and without the punctuation of Chinese and Japanese. Accents stay.
+    1606.05250), and without the punctuation of Chinese and Japanese. Accents stay, in one form (NFC): a text may write
+    "é" as one character or as two.
     """
+    text = unicodedata.normalize("NFC", text)
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 

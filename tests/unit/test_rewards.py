@@ -109,6 +109,7 @@ def test_a_tiny_f1_earns_less_than_a_wrong_answer_unless_the_reward_is_monotone(
 def test_articles_punctuation_and_case_do_not_count_but_accents_do():
     assert normalize_answer("  The  A.T.&T.  tower\n") == "att tower"
     assert exact_match("Beyoncé", ["Beyonce"]) == 0.0
+    assert exact_match("Cafe\u0301", ["Caf\u00e9"]) == answer_f1("Cafe\u0301 Oslo", ["Caf\u00e9 Oslo"]) == 1.0
 
 
 def test_answers_in_scripts_without_spaces_are_compared_by_character():
