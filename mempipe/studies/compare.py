@@ -178,7 +178,8 @@ def _mcnemar(pairs: Sequence[Pair], clusters: Sequence[Any]) -> PairedTest | Non
 def _run_folder(folder: Path) -> Path:
     """Returns the folder of a run, whose folders hold results."""
     if not folder.is_dir():
-        raise ConfigError(f"{folder} does not exist; give the folder of an evaluated run, EVALUATION/RUN")
+        fault = "is a file" if folder.exists() else "does not exist"
+        raise ConfigError(f"{folder} {fault}; give the folder of an evaluated run, EVALUATION/RUN")
     if _sets(folder):
         return folder
     runs = sorted(each for each in folder.iterdir() if each.is_dir() and _sets(each))

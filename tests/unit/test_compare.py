@@ -125,6 +125,7 @@ def test_an_evaluation_of_a_single_run_stands_for_it_and_of_several_does_not(tmp
     for folder, message in (
         (tmp_path / "two", r"the results of x, y; name one of them"),
         (tmp_path / "none", "does not exist"),
+        (next((tmp_path / "one" / "run" / "nq").glob("*.parquet")), "is a file; give the folder of an evaluated run"),
         (tmp_path / "one" / "run" / "nq", "holds no results"),
     ):
         with pytest.raises(ConfigError, match=message):
