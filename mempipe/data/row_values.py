@@ -6,12 +6,15 @@ could mean two things raises BadRow, which names its field.
 
 from __future__ import annotations
 
+import ast
 import datetime
 import decimal
+import itertools
 import json
 import math
 import re
 import reprlib
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -37,6 +40,8 @@ _FINAL = re.compile(r"\n#### *(\S[^\n]*)\s*$")
 _DESCRIPTION = re.compile(r'\s*\(description\s+(?:"((?:[^"\\]|\\.)*)"|([^\s()"][^()"]*))\s*\)', re.DOTALL)
 _DESCRIPTIONS = re.compile(rf"\(list(?:{_DESCRIPTION.pattern})*\s*\)", re.DOTALL)
 _LISP_LIST = re.compile(r"\(list(\s*\)|\s+\()")
+_BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
+_BOXED = re.compile(re.escape(BOX) + r"\s*\{(.*\S.*)\}", re.DOTALL)
 _PYTHON_LIST = re.compile(r"\[\s*'.*\]", re.DOTALL)
 
 
@@ -68,10 +73,12 @@ def is_empty(value: object) -> bool:
 
 
 def lists_no_answer(value: object) -> bool:
-    """Returns whether a value is a list of golden answers that names none: an empty one, one of nameless objects, or
-    WebQuestions' list of empty texts."""
+    """Returns whether a value is a list of golden answers that names none: an empty one (also as the text of a cell),
+    one of nameless objects, or WebQuestions' list of empty texts."""
     if isinstance(value, str):
-        return bool(_DESCRIPTIONS.fullmatch(value.strip())) and not _described(value)
+        listed = _json_in(value.strip())
+        nothing = listed == [] or as_object(listed).get("text") == []  # of SQuAD 2, in a table
+        return nothing or (bool(_DESCRIPTIONS.fullmatch(value.strip())) and not _described(value))
     return isinstance(value, list) and all(map(_is_nameless, value))
 
 
@@ -248,22 +255,19 @@ def _message_text(message: object) -> str:
 
 
 def _answers_in(text: str, name: str) -> list[str]:
-    """Returns the golden answers of a text: itself, the texts of a JSON list or of a list of WebQuestions, or what
-    follows GSM8K's ####.
+    """Returns the golden answers of a text: itself, those of a JSON list or object (a cell of a table holds several so,
+    perhaps with blanks between them) or of a list of WebQuestions, what follows GSM8K's ####, or what a box holds that
+    is all of it.
     """
-    if text.startswith("[") and text.endswith("]"):
-        try:
-            listed = json.loads(text)
-        except (ValueError, RecursionError):
-            listed = None
-        if isinstance(listed, list) and listed and all(isinstance(item, str) and item.strip() for item in listed):
-            return [item.strip() for item in listed]
-        if _PYTHON_LIST.fullmatch(text):
-            raise BadRow(
-                "ambiguous",
-                f"{name} is {shown(text)}, which may be one golden answer or a list that Python printed; write a list "
-                'as JSON: ["a", "b"]',
-            )
+    listed = _json_in(text)
+    if _holds_answers(listed, name):
+        return golden_answers(_without_blanks(listed), name)
+    if listed is None and (_PYTHON_LIST.fullmatch(text) or _holds_answers(_printed_in(text), name)):
+        raise BadRow(
+            "ambiguous",
+            f"{name} is {shown(text)}, which may be one golden answer or a list that Python printed; write a list as "
+            'JSON: ["a", "b"]',
+        )
     if _DESCRIPTIONS.fullmatch(text):
         return _described(text)
     if _LISP_LIST.match(text):
@@ -274,13 +278,57 @@ def _answers_in(text: str, name: str) -> list[str]:
         )
     if final := _FINAL.search(text):
         return [final[1].strip()]
-    if BOX in text and not text.startswith(BOX):
+    if whole := _BOXED.fullmatch(text):
+        text = whole[1].strip() if _is_balanced(whole[1]) else text
+    if BOX in text:
         raise BadRow(
             "ambiguous",
             f"{name} is {shown(text)}, a worked solution; the golden answer may be all of it or what its {BOX} holds: "
             "write the answer into a separate field and set data.columns.answer to it",
         )
     return [text]
+
+
+def _json_in(text: str) -> Any:
+    """Returns the list or the object that a text is in JSON; None for any other text."""
+    if not _BRACKETED.fullmatch(text):
+        return None
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _printed_in(text: str) -> Any:
+    """Returns the list or the object that a text is as Python prints it; None for any other text."""
+    if not _BRACKETED.fullmatch(text):
+        return None
+    try:
+        with warnings.catch_warnings():  # of a backslash
+            warnings.simplefilter("ignore")
+            return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return None
+
+
+def _holds_answers(value: object, name: str) -> bool:
+    """Returns whether a list or an object that is written in a text holds golden answers. In a field of one answer,
+    numbers alone may be an interval or a point, [0, 1], and an object without a name of an answer is one text."""
+    if isinstance(value, dict):
+        return any(key in lowered(value) for key in _NESTED)
+    return isinstance(value, list) and (name.casefold().endswith(("answers", "aliases")) or not _are_numbers(value))
+
+
+def _are_numbers(value: object) -> bool:
+    if isinstance(value, list | tuple):
+        return bool(value) and all(map(_are_numbers, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_balanced(text: str) -> bool:
+    """Returns whether no brace closes before it opens, so that braces around the text belong together."""
+    depths = [*itertools.accumulate((char == "{") - (char == "}") for char in text)]
+    return not depths or (min(depths) >= 0 and depths[-1] == 0)
 
 
 def _described(text: str) -> list[str]:
@@ -299,7 +347,11 @@ def _is_nameless(value: object) -> bool:
 
 def _without_blanks(value: object) -> Any:
     """Returns a list without its blank texts, which published lists of aliases have."""
-    return [item for item in value if not is_empty(item)] if isinstance(value, list) else value
+    return [item for item in value if not _is_blank(item)] if isinstance(value, list) else value
+
+
+def _is_blank(value: object) -> bool:
+    return is_empty(value.strip() if isinstance(value, str) else value)
 
 
 def _document(value: object) -> tuple[str, str] | None:

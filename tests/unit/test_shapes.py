@@ -249,6 +249,37 @@ def test_an_input_that_holds_the_question_is_a_prompt_and_no_text_to_read(tmp_pa
     assert (question.text, question.context) == (ASKED, "")
 
 
+@pytest.mark.parametrize(
+    ("field", "cell", "golden"),
+    [
+        ("answers", '["Ann", ""]', ["Ann"]),
+        ("answers", '["Ann", null, " Anne "]', ["Ann", "Anne"]),
+        ("answer", '["Ann", 5]', ["Ann", "5"]),
+        ("answers", "[1945, 1946]", ["1945", "1946"]),
+        ("answer", "[0, 1]", ["[0, 1]"]),
+        ("answer", "[[0, 1], [2, 3.5]]", ["[[0, 1], [2, 3.5]]"]),
+        ("answer", "[.5, 1]", ["[.5, 1]"]),
+        ("answer", "[Ann]", ["[Ann]"]),
+        ("answers", '{"text": ["Paris"], "answer_start": [3]}', ["Paris"]),
+        ("answer", '{"name": "Paris"}', ['{"name": "Paris"}']),
+        ("answer", "\\boxed{4}", ["4"]),
+        ("answer", "\\boxed{\\frac{1}{2}}", ["\\frac{1}{2}"]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_a_cell_may_hold_several_answers(tmp_path, kind, field, cell, golden):
+    path = tmp_path / f"rows.{kind}"
+    row = {"question": ASKED, field: cell}
+    pl.DataFrame([row]).write_csv(path) if kind == "csv" else jsonl(path, row)
+    assert [question.golden_answers for question in read_questions(path)] == [golden]
+
+
+@pytest.mark.parametrize("cell", ["[]", '{"text": [], "answer_start": []}'])
+def test_a_cell_with_an_empty_list_of_answers_is_skipped(tmp_path, cell):
+    file = read_question_file(jsonl(tmp_path / "q.jsonl", {"question": "Who?", "answers": cell}, ROWS[0][1]))
+    assert len(file.questions) == 1 and file.left_out == {EMPTY: 1}
+
+
 def test_sources_without_an_answer_are_no_golden_answer(tmp_path):
     row = {"id": "k", "input": ASKED, "output": [{"provenance": [{"wikipedia_id": "1"}]}]}
     assert "output is" in refusal(jsonl(tmp_path / "rows.jsonl", row))
@@ -404,6 +435,11 @@ def test_the_answers_of_web_questions_may_hold_quotation_marks(tmp_path, value, 
         ({"question": "Is it?", "answer": True}, "answer is True, which may mean 'yes' or 'true'; write it as a text"),
         ({"question": "Who?", "answers": [["a"], ["b"]]}, "may mean several golden answers or several objectives"),
         ({"question": "Who?", "answer": "['a', 'b']"}, "may be one golden answer or a list that Python printed"),
+        ({"question": "Who?", "answer": "[\"Hawai'i\", 'Hawaii']"}, "a list that Python printed"),
+        ({"question": "Who?", "answer": "{'text': ['Paris']}"}, "a list that Python printed"),
+        ({"question": "Who?", "answers": "[.5, 1]"}, "a list that Python printed"),
+        ({"question": "Who?", "answer": "[null]"}, "answer is []"),
+        ({"question": "Who?", "answer": "\\boxed{4} or \\boxed{5}"}, "what its \\boxed holds"),
         (
             {"question": "Who?", "solution": "So \\boxed{4}."},
             "the golden answer may be all of it or what its \\boxed holds",
