@@ -1,8 +1,9 @@
 """Corpora as streams of passages, of any size: wiki-18 jsonl (plain or gzip) and parquet, local or by URL.
 
 A row has `id` and `contents` (the wiki-18 format: the title in quotes, a newline, the text), or `id`, `title` and
-`text`; either may have a `partition`. Id and text may have other usual names (`IDS`, `TEXTS`), and a row without an id
-is named after its file and its place there.
+`text`; either may have a `partition`. With a `title` next to it, `contents` is the text. Id, title and text may have
+other usual names (`IDS`, `TITLES`, `TEXTS`), the last two in any case, and a row without an id is named after its file
+and its place there.
 
 `read_segments` reads many rows at once with Arrow. Where Arrow finds anything odd it reads the same rows one by one, so
 that it can name the line of a row that it refuses. Both ways give the same passages.
@@ -10,6 +11,7 @@ that it can name the line of a row that it refuses. Both ways give the same pass
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -42,8 +44,13 @@ IDS = ("id", "_id", "docid", "doc_id", "passage_id", "pid")
 TEXTS = ("text", "content", "passage", "body", "paragraph_text", "page_content")
 """Fields that hold a passage's text where it has no `contents`: a text, or the list of its sentences. `text` precedes
 the others; a row has one of them."""
+TITLES = ("title", "wikipedia_title")
 _SOURCE_TEXTS = ("contents", "title", "text", "partition")
-_OTHER_NAMES = (*IDS[1:], *TEXTS[1:])
+_OTHER_NAMES = (*IDS[1:], *TEXTS[1:], *TITLES[1:])
+_ANY_CASE = (TITLES, ("contents", *TEXTS))
+"""Names that count in any case where a row has none of the same part as it is written here."""
+_ENDINGS = tuple({name.rpartition("_")[2].encode() + b'"' for names in _ANY_CASE for name in names})
+_NAMES = re.compile(rf'"({"|".join(itertools.chain(*_ANY_CASE))})"\s*:'.encode(), re.IGNORECASE)
 _ROWS_AT_ONCE = 8192  # of parquet
 _LOOK_AHEAD = 1024  # rows
 _MAX_BRACKETS = 100
@@ -176,7 +183,7 @@ def read_corpus(path: str | Path | Sequence[str | Path], *, max_bad_rows: int = 
 def split_contents(contents: str) -> tuple[str, str]:
     """Returns title and text of wiki-18 contents. The title is "" when it does not have a separate line.
 
-    Quotes that belong to the title stay.
+    FlashRAG writes the title's line without quotes, so it needs none. Quotes that belong to the title stay.
     """
     title, newline, text = contents.partition("\n")
     if not newline:
@@ -285,14 +292,19 @@ def _parse_lines(lines: Sequence[bytes | None]) -> pa.RecordBatch | None:
 
 
 def _reads_alike(lines: Sequence[bytes | None], joined: bytes) -> bool:
-    """Returns whether the fields that Arrow passes over are certainly what JSON allows; Arrow itself does not look, not
-    even for text that is not UTF-8.
+    """Returns whether the fields that Arrow passes over are certainly what JSON allows, and no `Title` is among them;
+    Arrow itself does not look, not even for text that is not UTF-8.
     """
     try:
         joined.decode()
     except UnicodeDecodeError:
         return False
     if any(pattern.search(joined) for pattern in _NO_JSON):
+        return False
+    lowered = joined.lower()  # counts are many times faster than the pattern
+    if any(joined.count(ending) != lowered.count(ending) for ending in _ENDINGS) and not all(
+        found[1].islower() for found in _NAMES.finditer(joined)
+    ):
         return False
     few = joined.count(b"[") + joined.count(b"{") <= len(lines) + _MAX_BRACKETS
     return few or all(line.count(b"[") + line.count(b"{") <= _MAX_BRACKETS for line in lines if line)
@@ -303,7 +315,8 @@ def _read_columns(batch: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> _Rea
     an `id`, and none another name for its parts.
     """
     columns = {name: batch.column(name) for name in batch.schema.names}
-    if any(columns.pop(name).null_count < batch.num_rows for name in _OTHER_NAMES if name in columns):
+    others = columns.keys() - {"id", *_SOURCE_TEXTS}
+    if any(columns.pop(name).null_count < batch.num_rows for name in others):
         return None
     identities = columns.pop("id", None)
     if (
@@ -320,6 +333,12 @@ def _read_columns(batch: pa.RecordBatch, numbers: npt.NDArray[np.int64]) -> _Rea
     contents, empty = columns.get("contents"), pa.nulls(batch.num_rows, pa.string())
     if contents is not None and not contents.null_count:
         titles, texts = _split_contents(contents.cast(pa.string()))
+        given = columns.get("title", empty).cast(pa.string()).fill_null("")
+        wanted = pc.utf8_trim_whitespace(given)
+        texts = pc.if_else(
+            pc.or_(pc.equal(wanted, ""), pc.equal(wanted, titles)), texts, pc.utf8_trim_whitespace(contents)
+        )
+        titles = pc.if_else(pc.equal(wanted, ""), titles, given)
     elif contents is None or contents.null_count == batch.num_rows:
         titles = columns.get("title", empty).cast(pa.string()).fill_null("")
         texts = pc.utf8_trim_whitespace(columns.get("text", empty).cast(pa.string()))
@@ -362,15 +381,28 @@ def parse_passage(row: dict[str, Any], *, own_id: str | None = None) -> Passage:
     if type(identity) not in (str, int) or identity == "":
         kind = "missing_field" if identity is None or identity == "" else "wrong_type"
         raise BadRow(kind, f"id is {repr(identity)[:80]}; a passage needs a text or a whole number")
-    if row.get("contents") is not None:
-        title, text = split_contents(_text(row, "contents"))
+    row = _in_lower_case(row)
+    titled = next((name for name in TITLES if row.get(name) is not None), "title")
+    if row.get("contents") is None:
+        title, text = _text(row, titled, default=""), _text(row, _text_field(row), may_be_list=True).strip()
     else:
-        title, text = _text(row, "title", default=""), _text(row, _text_field(row), may_be_list=True).strip()
+        contents = _text(row, "contents")
+        title, text = split_contents(contents)
+        given = _text(row, titled) if isinstance(row.get(titled), str) else ""
+        if given.strip():
+            title, text = given, text if title == given.strip() else contents.strip()
     if not text:
         raise BadRow("empty", f"passage {identity!r} has no text")
     return Passage(
         id=replace_surrogates(str(identity)), title=title, text=text, partition=_text(row, "partition", default="")
     )
+
+
+def _in_lower_case(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns the row with `Title` as title and `Text` as text, where no other field is its title or its text."""
+    named = {str(name).lower(): value for name, value in row.items() if value is not None}
+    missing = [names for names in _ANY_CASE if all(row.get(name) is None for name in names)]
+    return row | {name: named[name] for names in missing for name in names if name in named}
 
 
 def _text_field(row: dict[str, Any]) -> str:

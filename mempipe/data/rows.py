@@ -141,7 +141,7 @@ def parquet_batches(
     file: InputFile, *, first: int = 0, size: int, columns: Iterable[str] | None = None
 ) -> Iterator[tuple[int, pa.RecordBatch]]:
     """Yields the rows after the first `first`, up to `size` at a time: (number of rows before, rows). Rows have
-    those of `columns` that the file has.
+    those of `columns` that the file has, in any case.
 
     It does not read row groups before `first`. Raises ConfigError with the last row that could be read for a file that
     is truncated or no parquet.
@@ -151,7 +151,8 @@ def parquet_batches(
         check_parquet(Path(file.url), advice="copy it again from where it came, or make it again")
     try:
         with file.open() as stored, pq.ParquetFile(stored) as parquet:
-            found = None if columns is None else [name for name in columns if name in parquet.schema_arrow.names]
+            wanted, names = None if columns is None else set(columns), parquet.schema_arrow.names
+            found = None if wanted is None else [name for name in names if name.lower() in wanted]
             groups = list(range(parquet.num_row_groups))
             while groups and number + (rows := parquet.metadata.row_group(groups[0]).num_rows) <= first:
                 number += rows

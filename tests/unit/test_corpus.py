@@ -221,6 +221,8 @@ OBJECTS = st.fixed_dictionaries(
         "title": st.one_of(TEXTS, st.none(), st.just(["T"])),
         "text": st.one_of(TEXTS, TEXTS, st.none(), st.just(7)),
         "partition": st.sampled_from(["", "de", None, 1]),
+        "Title": st.one_of(TEXTS, st.none(), st.just(["T"])),
+        "wikipedia_title": st.one_of(TEXTS, st.none()),
         "other": st.sampled_from([None, 1, "\ud800", {"id": "9"}, [[1]], float("nan"), float("inf"), 1e300]),
     },
 )
@@ -533,6 +535,35 @@ NAMED_PASSAGES = [
     Passage(id="c-5", title="", text="A fifth."),
     Passage(id="y", title="", text="A sixth."),
 ]
+
+
+PARIS = Passage(id="1", title="Paris", text="It is big.")
+
+
+@pytest.mark.parametrize(
+    ("row", "passage"),
+    [
+        ({"title": "Paris", "contents": "It is big."}, PARIS),
+        ({"title": "Paris", "contents": "Paris\nIt is big."}, PARIS),
+        ({"title": "Paris", "contents": '"Paris"\nIt is big.'}, PARIS),
+        (
+            {"title": "Paris", "contents": "It is big.\nIt is old."},
+            dataclasses.replace(PARIS, text="It is big.\nIt is old."),
+        ),
+        ({"title": " ", "contents": '"Paris"\nIt is big.'}, PARIS),
+        ({"title": 3, "contents": '"Paris"\nIt is big.'}, PARIS),
+        ({"Title": "Paris", "text": "It is big."}, PARIS),
+        ({"TITLE": "Paris", "Contents": "It is big.", "other": "x"}, PARIS),
+        ({"Title": "Lyon", "title": "Paris", "Text": "x", "passage": "It is big."}, PARIS),
+        ({"wikipedia_title": "Paris", "text": ["It is big."]}, PARIS),
+        ({"wikipedia_title": "Lyon", "title": "Paris", "text": "It is big."}, PARIS),
+    ],
+)
+def test_a_title_beside_the_text_is_never_lost(tmp_path, row, passage):
+    row = {"id": "1"} | row
+    assert list(read_corpus(write(tmp_path / "c.jsonl", row))) == [passage]
+    pq.write_table(pa.Table.from_pylist([row]), tmp_path / "c.parquet")
+    assert list(read_corpus(tmp_path / "c.parquet")) == [passage]
 
 
 @pytest.mark.parametrize("row", range(len(NAMED)))
