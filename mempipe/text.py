@@ -34,6 +34,8 @@ _NOT_SEEN = re.compile(f"[{INVISIBLE}]")
 _NON_JOINER = re.compile("(?<![\u0600-\u08ff])\u200c")
 _LAST_MARK = 0x1FFFF
 _WORD = re.compile(rf"[^\s{UNSPACED}]+|[{UNSPACED}]")
+_WITHOUT_SPACE = re.compile(f"[{UNSPACED}]")
+_OPENED = re.compile(r"(?:^|\s)[\"'(\[“‘]$")
 _LONGEST_WORD = 64
 _ABBREVIATIONS = frozenset(
     [
@@ -84,6 +86,21 @@ class CountTokens(Protocol):
 def split_words(text: str) -> list[str]:
     """Returns the words of the text; in scripts without spaces every character is one."""
     return _WORD.findall(text)
+
+
+def join_sentences(sentences: Sequence[str]) -> str:
+    """Returns the text of a list of sentences. HotpotQA's hold the spaces between them, 2WikiMultihopQA's do not: where
+    no two of a list have whitespace between them, they get a space, except behind an opening quotation mark and before
+    a script without spaces.
+    """
+    filled = [sentence for sentence in sentences if sentence]
+    pairs = [*itertools.pairwise(filled)]
+    if any(before[-1].isspace() or after[0].isspace() for before, after in pairs):
+        return "".join(filled)
+    joined = [
+        f"{'' if _OPENED.search(before) or _WITHOUT_SPACE.match(after) else ' '}{after}" for before, after in pairs
+    ]
+    return "".join([*filled[:1], *joined])
 
 
 def changed_runs(before: str, after: str) -> Iterator[tuple[str, str]]:

@@ -30,7 +30,7 @@ from mempipe.data import rows
 from mempipe.data.input_files import JSONL, PARQUET, InputFile, input_files
 from mempipe.data.rows import BadRow, BadRows
 from mempipe.settings import ConfigError
-from mempipe.text import replace_surrogates
+from mempipe.text import join_sentences, replace_surrogates
 from mempipe.types import Passage
 
 pc: Any = pyarrow.compute  # its functions are made at run time, which no type checker sees
@@ -429,12 +429,11 @@ def _text(row: dict[str, Any], name: str, *, default: str | None = None, may_be_
 
 
 def _of_sentences(value: list[Any]) -> Any:
-    """Returns the text of a list of sentences, which hold the spaces between them, or of a list of such paragraphs.
-    Returns any other list as it is."""
+    """Returns the text of a list of sentences or of a list of such paragraphs; any other list as it is."""
     if all(isinstance(part, str) for part in value):
-        return "".join(value)
+        return join_sentences(value)
     if all(isinstance(part, list) and all(isinstance(sentence, str) for sentence in part) for part in value):
-        return "\n".join("".join(paragraph) for paragraph in value)
+        return "\n".join(join_sentences(paragraph) for paragraph in value)
     return value
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from mempipe.data.input_files import InputFile
 from mempipe.data.rows import BadRow
 from mempipe.data.ruler import expand_context, join_documents
-from mempipe.text import BOX
+from mempipe.text import BOX, join_sentences
 
 _NESTED = ("target", "ground_truth", "text", "value", "answer", "aliases")
 """Keys of gold answers inside an object: verl and Search-R1, SQuAD, TriviaQA, ComplexWebQuestions."""
@@ -364,7 +364,7 @@ def _document(value: object) -> tuple[str, str] | None:
     else:
         return None
     if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
-        text = "".join(text)
+        text = join_sentences(text)
     return (title, text.strip()) if isinstance(title, str) and isinstance(text, str) and text.strip() else None
 
 

@@ -33,7 +33,7 @@ from mempipe.rl.rewards import normalize_answer
 from mempipe.settings import ConfigError
 from mempipe.storage.files import whole_file, write_text
 from mempipe.storage.parquet import parquet_writer
-from mempipe.text import replace_surrogates
+from mempipe.text import join_sentences, replace_surrogates
 
 MAX_JOINED_DOCS = 10_000
 DOCUMENTS_FILE = "documents.arrow"
@@ -379,7 +379,7 @@ def _documents(context: Any) -> list[tuple[str, str]]:
     if not whole or not isinstance(context, list) or len(whole) != len(context):
         raise BadRow("missing_field", f"context is {str(context)[:80]}; expected documents as [title, [sentence, ...]]")
     return list(
-        {t: (replace_surrogates(t), replace_surrogates(f"{t}\n{''.join(s)}".strip())) for t, s in whole}.values()
+        {t: (replace_surrogates(t), replace_surrogates(f"{t}\n{join_sentences(s)}".strip())) for t, s in whole}.values()
     )
 
 

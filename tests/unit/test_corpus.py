@@ -537,6 +537,22 @@ NAMED_PASSAGES = [
 ]
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (["A film.", "By Ann.", ""], "A film. By Ann."),
+        (["A film.", " By Ann.", "And Bo."], "A film. By Ann.And Bo."),  # as HotpotQA has it
+        (["Oslo\n", "A town."], "Oslo\nA town."),
+        (['She said "', 'Yes" to it.'], 'She said "Yes" to it.'),
+        (["你好。", "再见。"], "你好。再见。"),
+        ([["A film.", "By Ann."], ["More."]], "A film. By Ann.\nMore."),
+    ],
+)
+def test_sentences_have_a_space_between_them(tmp_path, text, expected):
+    path = write(tmp_path / "c.jsonl", {"id": "1", "text": text})
+    assert [passage.text for passage in read_corpus(path)] == [expected]
+
+
 PARIS = Passage(id="1", title="Paris", text="It is big.")
 
 

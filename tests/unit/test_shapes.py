@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from mempipe.cli import main
 from mempipe.data.config import Columns
 from mempipe.data.qa import read_question_file, read_questions, skipped_text, understood
+from mempipe.data.ruler import read_sources
 from mempipe.data.shapes import ANSWERS, PROMPTS, QUESTION
 from mempipe.evaluation.benchmarks import read_benchmark
 from mempipe.evaluation.suite import Benchmark
@@ -241,6 +242,16 @@ def test_sets_that_bring_documents_give_them_as_context(tmp_path):
     assert squad.context == "Emma, by Jane Austen" and squad.id == "5"
     (texts,) = read_questions(jsonl(tmp_path / "t.jsonl", {"question": "a?", "answer": "b", "context": ["x", "y"]}))
     assert texts.context == "Document 1:\nx\n\nDocument 2:\ny"
+
+
+def test_sentences_of_2wikimultihopqa_have_a_space_between_them(tmp_path):
+    context = [["Move", ["Move is a film.", "It is by Ann."]]]
+    row = {"_id": "a", "question": ASKED, "answer": GOLD, "supporting_facts": [["Move", 0]], "context": context}
+    path = jsonl(tmp_path / "dev.jsonl", row | {"evidences": [["Move", "by", "Ann"]]})
+    assert [question.context for question in read_questions(path)] == [
+        "Document 1:\nMove\nMove is a film. It is by Ann."
+    ]
+    assert [source.documents for source in read_sources(path)] == [[("Move", "Move\nMove is a film. It is by Ann.")]]
 
 
 def test_an_input_that_holds_the_question_is_a_prompt_and_no_text_to_read(tmp_path):
