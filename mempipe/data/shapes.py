@@ -140,20 +140,25 @@ class RowShape:
 
 
 def readings(row: dict[str, Any], *, file: InputFile, number: int, columns: Columns) -> Iterator[Reading]:
-    """Yields the questions of the row: one question, or all questions about a text in it (SQuAD, LoCoMo).
+    """Returns the questions of the row: one question, or all questions about a text in it (SQuAD, LoCoMo). A fault of
+    one of them does not end the iterator: the next call gives the next question.
 
-    `number` is the row's place in its file, from 0 on. Raises BadRow for a row that is of no known shape, lacks a part
-    or can be read in two ways, and LeftOut for one that has no answer by design of its data set, or whose list of
-    answers is empty.
+    `number` is the row's place in its file, from 0 on. The iterator raises BadRow for a row that is of no known shape,
+    lacks a part or can be read in two ways, and LeftOut for one that has no answer by design of its data set, or whose
+    list of answers is empty.
     """
     name, parts = _unfolded(lowered(row))
-    for part in parts:
-        if any(find(part, (field,)) == value for field, value in _UNANSWERABLE) or "adversarial_answer" in part:
-            raise LeftOut("without an answer, as their data set says")
-        shape = None if columns.named else next((shape for shape in SHAPES if _fits(shape, part)), None)
-        if shape is None and not columns.answer and _lists_no_answer(part):
-            raise LeftOut("whose list of answers is empty")
-        yield _read(shape or _by_names(part, columns, name=name), part, file=file, number=number)
+    # A map gives its next item after an error; a generator has ended then.
+    return map(lambda part: _reading(part, name=name, file=file, number=number, columns=columns), parts)
+
+
+def _reading(part: dict[str, Any], *, name: str, file: InputFile, number: int, columns: Columns) -> Reading:
+    if any(find(part, (field,)) == value for field, value in _UNANSWERABLE) or "adversarial_answer" in part:
+        raise LeftOut("without an answer, as their data set says")
+    shape = None if columns.named else next((shape for shape in SHAPES if _fits(shape, part)), None)
+    if shape is None and not columns.answer and _lists_no_answer(part):
+        raise LeftOut("whose list of answers is empty")
+    return _read(shape or _by_names(part, columns, name=name), part, file=file, number=number)
 
 
 def _lists_no_answer(row: dict[str, Any]) -> bool:

@@ -328,6 +328,13 @@ def test_one_conversation_of_locomo_holds_many_questions(tmp_path):
     assert file.left_out == {"without an answer, as their data set says": 2}
 
 
+@pytest.mark.parametrize("fault", [{"answers": [], "is_impossible": True}, {"answers": []}, {"answers": [True]}])
+def test_questions_behind_one_that_is_not_read_are_read(tmp_path, fault):
+    asked = [{"question": "Who not?", "id": "b"} | fault, {"question": ASKED, "id": "a", "answers": [{"text": GOLD}]}]
+    path = jsonl(tmp_path / "dev.jsonl", {"paragraphs": [{"context": "x", "qas": asked}]})
+    assert [question.id for question in read_question_file(path, max_bad_rows=1).questions] == ["a"]
+
+
 def test_squad_articles_are_unfolded_and_questions_without_answer_left_out(tmp_path):
     asked = [
         {"question": ASKED, "id": "a", "answers": [{"text": GOLD, "answer_start": 0}, {"text": GOLD}]},
