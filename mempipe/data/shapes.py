@@ -8,11 +8,12 @@ their fields (`SHAPES`). Any other row is read by the names of its fields (`QUES
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NoReturn, cast
 
@@ -122,7 +123,8 @@ class RowShape:
     Of `question`, `answers` and `id` the first field with a value counts. An `id` with braces is put together from
     {file}, {source}, {split}, {index} and {number}. `source` is a field or, behind an equals sign, a name; "" takes the
     name of the file or of its folder. A row of a set that `is_read` needs its `context`. `read` replaces all
-    other fields for a shape that they cannot describe.
+    other fields for a shape that they cannot describe; `question` and `answers` then only say which fields are compared
+    with others of the row.
     """
 
     name: str
@@ -158,6 +160,8 @@ def _reading(part: dict[str, Any], *, name: str, file: InputFile, number: int, c
     shape = None if columns.named else next((shape for shape in SHAPES if _fits(shape, part)), None)
     if shape is None and not columns.answer and _lists_no_answer(part):
         raise LeftOut("whose list of answers is empty")
+    if shape is not None:
+        _refuse_others(shape, part)
     return _read(shape or _by_names(part, columns, name=name), part, file=file, number=number)
 
 
@@ -354,6 +358,45 @@ def _answer_field(row: dict[str, Any]) -> str:
     return widest
 
 
+def _refuse_others(shape: RowShape, row: dict[str, Any]) -> None:
+    """Raises BadRow where another field asks something else than the question's field of a shape, or holds other
+    golden answers than its answers' field. Fields that hold no question or answer by themselves do not count.
+    """
+    texts = _read_fields(row, [*_filled(row, shape.question), *QUESTION], question_text)
+    for asked in _filled(row, shape.question):
+        own = texts.get(asked, "").casefold()
+        for path, text in texts.items():
+            if own not in text.casefold() and text.casefold() not in own:
+                _refuse_two("question", asked, texts[asked], path, text)
+    given = _read_fields(row, [*_filled(row, shape.answers), *shape.aliases, *ANSWERS], golden_answers)
+    for held in _filled(row, shape.answers):
+        own = _folded(given.get(held, []))
+        known = own.union(*(_folded(given.get(path, [])) for path in shape.aliases))
+        for path, answers in given.items():
+            others = _folded(answers)
+            if path not in shape.aliases and not others <= known and not own <= others:
+                _refuse_two("answer", held, given[held][0], path, answers[0])
+
+
+def _folded(answers: Iterable[str]) -> set[str]:
+    return {answer.casefold() for answer in answers}
+
+
+def _filled(row: dict[str, Any], paths: Sequence[str]) -> list[str]:
+    """Returns the first of the paths that has a value, as a list of it."""
+    return [path for path in paths if has_value(row, path)][:1]
+
+
+def _read_fields(row: dict[str, Any], paths: Iterable[str], read: Callable[[Any, str], Any]) -> dict[str, Any]:
+    """Returns the values of the fields that `read` reads."""
+    found = {}
+    for path in paths:
+        if has_value(row, path):
+            with contextlib.suppress(BadRow):
+                found[path] = read(value_at(row, path), path)
+    return found
+
+
 def _refuse_choice(row: dict[str, Any], path: str, answers: list[str]) -> None:
     """Raises BadRow for an answer that may be one of the row's choices by its place or letter."""
     lettered = {name: value for name, value in row.items() if _LETTERED.fullmatch(name) and not is_empty(value)}
@@ -543,7 +586,9 @@ _UNANSWERABLE = (("is_impossible", True), ("answerable", False), ("answers", {"t
 """Fields of SQuAD 2 and MuSiQue that mark a question whose text does not answer it."""
 
 SHAPES = (  # the first that a row fits
-    RowShape(name="mempipe", marks=("text", "golden_answers"), read=_mempipe),
+    RowShape(
+        name="mempipe", marks=("text", "golden_answers"), question=("text",), answers=("golden_answers",), read=_mempipe
+    ),
     RowShape(
         name="MemAgent",
         marks=("prompt", "context", "reward_model"),
@@ -554,7 +599,14 @@ SHAPES = (  # the first that a row fits
         context="context",
         is_read=True,
     ),
-    RowShape(name="MEM1", marks=("prompt", "reward_model"), applies=_has_objectives, read=_mem1),
+    RowShape(
+        name="MEM1",
+        marks=("prompt", "reward_model"),
+        question=(),
+        answers=(),  # of one objective each
+        applies=_has_objectives,
+        read=_mem1,
+    ),
     RowShape(
         name="Search-R1",
         marks=("question", "reward_model.ground_truth.target"),
@@ -588,12 +640,16 @@ SHAPES = (  # the first that a row fits
     RowShape(
         name="RULER's own",
         marks=("input", "outputs"),
+        question=(),
+        answers=(),
         applies=lambda row: _ruler_parts(row) is not None,
         read=_ruler,
     ),
     RowShape(
         name="RULER's other tasks",
         marks=("index", "input", "outputs", "length"),
+        question=(),
+        answers=(),
         read=_other_ruler,
     ),
     RowShape(

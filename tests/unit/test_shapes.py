@@ -244,6 +244,20 @@ def test_sets_that_bring_documents_give_them_as_context(tmp_path):
     assert texts.context == "Document 1:\nx\n\nDocument 2:\ny"
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": ASKED, "golden_answers": [GOLD], "question": ASKED.upper(), "label": GOLD},
+        {"question": ASKED, "golden_answers": [GOLD], "query": f"Say: {ASKED}", "answers": [GOLD, "Austen"]},
+        {"question": ASKED, "golden_answers": [GOLD], "label": True, "problem": {"id": 3}},
+        MUSIQUE | {"answers": [GOLD, "Austen"]},
+    ],
+)
+def test_fields_that_say_the_same_twice_are_read_in_a_named_shape(tmp_path, row):
+    (question,) = read_questions(jsonl(tmp_path / "rows.jsonl", row))
+    assert question.text == ASKED and question.golden_answers[0] == GOLD
+
+
 def test_sentences_of_2wikimultihopqa_have_a_space_between_them(tmp_path):
     context = [["Move", ["Move is a film.", "It is by Ann."]]]
     row = {"_id": "a", "question": ASKED, "answer": GOLD, "supporting_facts": [["Move", 0]], "context": context}
@@ -462,6 +476,20 @@ def test_the_answers_of_web_questions_may_hold_quotation_marks(tmp_path, value, 
             {"question": "Who?", "solution": "So \\boxed{4}."},
             "the golden answer may be all of it or what its \\boxed holds",
         ),
+        (
+            {"text": "Paris is big.", "question": "What is big?", "golden_answers": ["Paris"]},
+            "text and question hold different questions, 'Paris is big.' and 'What is big?'; set data.columns.question",
+        ),
+        (
+            {"question": "What?", "golden_answers": ["Paris"], "answer": "London"},
+            "golden_answers and answer hold different answers, 'Paris' and 'London'; set data.columns.answer",
+        ),
+        (
+            {"context": "Long", "question": "Who wrote it?", "input": "Be brief.", "answers": ["x"]},
+            "input and question hold different questions",
+        ),
+        ({"input": "text", "question": "Q?", "target": "b", "answer": "c"}, "target and answer hold different answers"),
+        (MUSIQUE | {"answers": ["Bo"]}, "answer and answers hold different answers"),
         ({"question": None, "answer": "a"}, "question is None; the row needs a question (question, problem, "),
         ({"question": "Who?", "answer": None}, "answer is None; the row needs a golden answer (golden_answers, "),
         ({"question": "Who?", "answers": [{"name": "Ann"}]}, "answers[0] is {'name': 'Ann'}; expected a golden answer"),
