@@ -163,25 +163,31 @@ def context_of(value: object, *, file: InputFile, name: str = "context") -> str:
     """Returns a long text: a text as it is, documents (`documents_of`, or RULER's numbers) under numbered headers.
     Raises BadRow.
     """
-    if isinstance(value, list) and any(not isinstance(item, str | list | dict) for item in value):
+    if isinstance(value, list) and any(isinstance(item, int | float) for item in value):
         return expand_context(value, folder=Path(file.url).parent)
     documents = documents_of(value)
     if documents:
         return join_documents(f"{title}\n{text}" if title else text for title, text in documents)
-    return checked_text(value, name)
+    if not isinstance(value, list | dict):
+        return checked_text(value, name)
+    raise BadRow(
+        "empty" if is_empty(value) else "wrong_type",
+        f"{name} is {shown(value)}; expected a text or documents with text: a list of texts, [[title, [sentence, …]], "
+        f"…], [{{title, text}}, …], or equally many titles and sentences",
+    )
 
 
 def documents_of(value: object) -> list[tuple[str, str]]:
     """Returns the documents (title, text) of [[title, [sentence, …]], …], {title: […], sentences: [[…], …]},
-    [{title, text}, …] or a list of texts; none for anything else.
+    [{title, text}, …] or a list of texts, without those whose text is blank; none for anything else.
     """
     if isinstance(value, dict):
         titles, texts = value.get("title"), find(value, ("sentences", "content", "text"))
-        both = isinstance(titles, list) and isinstance(texts, list)
-        value = [[title, text] for title, text in zip(titles, texts, strict=False)] if both else None
+        both = isinstance(titles, list) and isinstance(texts, list) and len(titles) == len(texts)
+        value = [[title, text] for title, text in zip(titles, texts, strict=True)] if both else None
     found = [_document(item) for item in value] if isinstance(value, list) else []
     documents = [document for document in found if document is not None]
-    return documents if len(documents) == len(found) else []
+    return [(title, text) for title, text in documents if text] if len(documents) == len(found) else []
 
 
 def num_hops(row: dict[str, Any]) -> int:
@@ -355,17 +361,18 @@ def _is_blank(value: object) -> bool:
 
 
 def _document(value: object) -> tuple[str, str] | None:
-    if isinstance(value, str):
-        return ("", value.strip()) if value.strip() else None
+    """Returns title and text of a document; None for a value that is none."""
+    if value is None or isinstance(value, str):
+        return "", (value or "").strip()
     if isinstance(value, list) and len(value) == 2:
         title, text = value
-    elif isinstance(value, dict):
-        title, text = value.get("title") or "", find(value, _TEXTS)
+    elif isinstance(value, dict) and any(name in value for name in _TEXTS):
+        title, text = value.get("title") or "", find(value, _TEXTS) or ""
     else:
         return None
     if isinstance(text, list) and all(isinstance(sentence, str) for sentence in text):
         text = join_sentences(text)
-    return (title, text.strip()) if isinstance(title, str) and isinstance(text, str) and text.strip() else None
+    return (title, text.strip()) if isinstance(title, str) and isinstance(text, str) else None
 
 
 def _json(value: object) -> str:

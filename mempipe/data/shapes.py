@@ -26,7 +26,6 @@ from mempipe.data.row_values import (
     checked_lists,
     checked_text,
     context_of,
-    documents_of,
     find,
     golden_answers,
     has_value,
@@ -307,9 +306,6 @@ def _by_names(row: dict[str, Any], columns: Columns, *, name: str) -> RowShape:
             )
     question = columns.question or _question_field(row)
     answers = columns.answer or _answer_field(row)
-    read_context = has_value(row, CONTEXT) and (
-        isinstance(value_at(row, CONTEXT), str) or documents_of(value_at(row, CONTEXT))
-    )
     return RowShape(
         name=name or f"{question} + {answers}",
         marks=(),
@@ -318,7 +314,7 @@ def _by_names(row: dict[str, Any], columns: Columns, *, name: str) -> RowShape:
         aliases=() if columns.answer else tuple(path for path in ALIASES if has_value(row, path)),
         id=(columns.id,) if columns.id else IDS,
         source="data_source" if isinstance(value_at(row, "data_source"), str) and has_value(row, "data_source") else "",
-        context=columns.context or (CONTEXT if read_context else ""),
+        context=columns.context or CONTEXT,
     )
 
 

@@ -258,6 +258,36 @@ def test_fields_that_say_the_same_twice_are_read_in_a_named_shape(tmp_path, row)
     assert question.text == ASKED and question.golden_answers[0] == GOLD
 
 
+@pytest.mark.parametrize(
+    "context",
+    [
+        ["x", "", None, " ", "y"],
+        [{"text": "x"}, {"title": "A", "text": ""}, {"title": "B", "text": None}, {"text": "y"}],
+        [["", ["x"]], ["U", []], ["", ["y"]]],
+        {"title": ["", "U", ""], "sentences": [["x"], [], ["y"]]},
+    ],
+)
+def test_a_blank_document_does_not_take_the_others_away(tmp_path, context):
+    (question,) = read_questions(jsonl(tmp_path / "t.jsonl", {"question": "a?", "answer": "b", "context": context}))
+    assert question.context == "Document 1:\nx\n\nDocument 2:\ny"
+
+
+@pytest.mark.parametrize(
+    "context",
+    [
+        [{"title": "A", "snippet": "x"}],
+        ["x", {"title": "A", "snippet": "y"}],
+        {"title": ["A", "B"], "sentences": [["x."]]},
+        [" "],
+        {"url": "u"},
+        5,
+    ],
+)
+def test_a_context_that_cannot_be_read_is_refused(tmp_path, context):
+    path = jsonl(tmp_path / "t.jsonl", {"question": "a?", "answer": "b", "context": context})
+    assert "context is " in refusal(path) and "expected a text" in refusal(path)
+
+
 def test_sentences_of_2wikimultihopqa_have_a_space_between_them(tmp_path):
     context = [["Move", ["Move is a film.", "It is by Ann."]]]
     row = {"_id": "a", "question": ASKED, "answer": GOLD, "supporting_facts": [["Move", 0]], "context": context}
