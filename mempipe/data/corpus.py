@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import merge
@@ -51,6 +52,7 @@ _ANY_CASE = (TITLES, ("contents", *TEXTS))
 """Names that count in any case where a row has none of the same part as it is written here."""
 _ENDINGS = tuple({name.rpartition("_")[2].encode() + b'"' for names in _ANY_CASE for name in names})
 _NAMES = re.compile(rf'"({"|".join(itertools.chain(*_ANY_CASE))})"\s*:'.encode(), re.IGNORECASE)
+_SUFFIX = re.compile("(?:" + "|".join(map(re.escape, (*JSONL, *PARQUET))) + ")$", re.IGNORECASE)
 _ROWS_AT_ONCE = 8192  # of parquet
 _LOOK_AHEAD = 1024  # rows
 _MAX_BRACKETS = 100
@@ -235,10 +237,22 @@ class _Chunk:
             yield int(self.numbers[i]), BadRow("duplicate_id", f"passage id {identity!r} occurs twice")
 
 
+def row_names(files: Sequence[CorpusFile]) -> list[str]:
+    """Returns for each file the name by which its rows without an id are called: its own up to the first dot. Files
+    that share it have their whole name without the suffix, and those that share even that have their place too.
+    """
+    short = [file.name.partition(".")[0] for file in files]
+    whole = [_SUFFIX.sub("", file.name) for file in files]
+    shared = Counter(short)
+    names = [longer if shared[brief] > 1 else brief for brief, longer in zip(short, whole, strict=True)]
+    counts = Counter(names)
+    return [f"{name}.{place}" if counts[name] > 1 else name for place, name in enumerate(names, start=1)]
+
+
 def _chunks(files: Sequence[CorpusFile], start: CorpusPosition, max_line_bytes: int) -> Iterator[_Chunk]:
+    names = row_names(files)
     for index in range(start.file, len(files)):
-        file, first = files[index], start.row if index == start.file else 0
-        stem = file.name.partition(".")[0]
+        file, stem, first = files[index], names[index], start.row if index == start.file else 0
         if file.is_parquet:
             for number, batch in rows.parquet_batches(
                 file, first=first, size=_ROWS_AT_ONCE, columns=["id", *_SOURCE_TEXTS, *_OTHER_NAMES]

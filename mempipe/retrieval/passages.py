@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from mempipe.data.corpus import PASSAGE_COLUMNS, parse_passage
+from mempipe.data.corpus import PASSAGE_COLUMNS, parse_passage, row_names
+from mempipe.data.input_files import InputFile
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
 
@@ -61,6 +62,7 @@ class JsonlPassages:
     def __init__(self, file: Path, offsets: Path) -> None:
         """Raises ConfigError when the offsets are damaged or are not those of the file."""
         self._file = file
+        (self._name,) = row_names([InputFile(str(file), 0)])  # as a build names rows without an id
         self._offsets = _read_offsets(offsets)
         with file.open("rb") as opened:
             self._bytes = mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ)
@@ -79,7 +81,8 @@ class JsonlPassages:
             raise IndexError(f"row {row} of {len(self)} passages")
         place = f"{self._file}, row {row + 1}"
         try:
-            return parse_passage(json.loads(self._bytes[self._offsets[row] : self._offsets[row + 1]].decode()))
+            line = self._bytes[self._offsets[row] : self._offsets[row + 1]].decode("utf-8" if row else "utf-8-sig")
+            return parse_passage(json.loads(line), own_id=f"{self._name}-{row + 1}")
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{place}: not a passage: {error}") from error
 

@@ -595,3 +595,18 @@ def test_rows_of_several_names_share_a_file_and_ids_are_places_in_it(tmp_path):
     assert list(read_corpus(path)) == NAMED_PASSAGES
     many = write(tmp_path / "many.jsonl", *({"body": f"text {i}"} for i in range(9000)))
     assert [passage.id for passage in read_corpus(many)][::4000] == ["many-1", "many-4001", "many-8001"]
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        (["news.2023.jsonl"], ["news-1"]),
+        (["news.2023.jsonl", "news.2024.jsonl", "other.x.jsonl"], ["news.2023-1", "news.2024-1", "other-1"]),
+        (["a/wiki.jsonl", "b/wiki.jsonl", "c/wiki.en.JSONL"], ["wiki.1-1", "wiki.2-1", "wiki.en-1"]),
+    ],
+)
+def test_rows_without_ids_of_files_that_share_a_name_have_different_ids(tmp_path, files, ids):
+    for folder in "abc":
+        (tmp_path / folder).mkdir()
+    paths = [write(tmp_path / name, {"text": f"A text of {name}."}) for name in files]
+    assert [passage.id for passage in read_corpus(paths)] == ids

@@ -15,7 +15,7 @@ import pytest
 from dying_process import killed_at
 from killed_build import build, run_and_die
 
-from mempipe.data.corpus import corpus_files
+from mempipe.data.corpus import corpus_files, read_corpus
 from mempipe.loader import load_job
 from mempipe.retrieval.adopt import adopt_index
 from mempipe.retrieval.build import IndexBuild, build_index, encode_segment
@@ -383,12 +383,25 @@ def test_files_that_do_not_belong_together_are_not_adopted(tmp_path):
 
 
 def test_a_line_that_is_no_passage_is_named_when_it_is_found(tmp_path):
-    index, corpus, _ = others_files(tmp_path, 3)
+    index, corpus, _ = others_files(tmp_path, 120)
     lines = corpus.read_text().splitlines()
-    corpus.write_text("\n".join([lines[0], "[" + " " * (len(lines[1]) - 2) + "]", lines[2]]))
+    for row in (2, 120):
+        wrong = [line if number != row else "[]" for number, line in enumerate(lines, start=1)]
+        corpus.write_text("\n".join(wrong))
+        with pytest.raises(ConfigError, match=rf"wiki.jsonl, row {row}: not a passage"):
+            adopt_index(index, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+            Retriever(tmp_path / "i").search([Query(text="word1", num_passages=120)])
+        assert (tmp_path / "i").exists() == (row == 120)
+
+
+@pytest.mark.parametrize(("start", "row", "identity"), [("\ufeff", {"id": "a"}, "a"), ("", {}, "wiki-1")])
+def test_an_adopted_corpus_may_have_a_byte_order_mark_and_rows_without_ids(tmp_path, start, row, identity):
+    index, corpus, _ = others_files(tmp_path, 1)
+    corpus.write_text(start + json.dumps(row | {"contents": "T\nword1"}) + "\n", encoding="utf-8")
     adopt_index(index, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=32))
-    with pytest.raises(ConfigError, match=r"wiki.jsonl, row 2: not a passage"):
-        Retriever(tmp_path / "i").search([Query(text="word1", num_passages=3)])
+    (found,) = Retriever(tmp_path / "i").search([Query(text="word1", num_passages=1)])
+    assert [passage.id for passage in found.passages] == [identity]
+    assert [passage.id for passage in read_corpus(corpus)] == [identity]
 
 
 def test_texts_tables_and_rows_become_one_index_and_a_second_start_makes_the_same_passages(tmp_path, capsys):
