@@ -80,9 +80,13 @@ def _data_world(arguments: argparse.Namespace) -> None:
     from mempipe.data.world import World
 
     world = World(arguments.seed)
+    try:
+        questions = world.questions(arguments.questions, seed=arguments.seed)
+    except ValueError as error:
+        raise ConfigError(f"--questions: {error}") from error
     for passage in world.passages:
         print(f"{passage.title}: {passage.text}")
-    for question in world.questions(arguments.questions, seed=arguments.seed):
+    for question in questions:
         print(f"\n{question.text}  ->  {question.golden_answers[0]}   ({question.num_hops} hops)")
 
 

@@ -57,8 +57,8 @@ def _data_ruler(arguments: argparse.Namespace) -> None:
         if arguments.split
         else {"test": arguments.num_questions}
     )
-    num_docs = [int(text) if text.isdigit() and int(text) else 0 for text in arguments.num_docs.split(",")]
-    if not all(num_docs) or not all(splits.values()):
+    num_docs = [int(text) if text.isdecimal() else 0 for text in arguments.num_docs.split(",")]
+    if not all(num_docs) or min(splits.values()) < 1:
         raise ConfigError(
             f"--num-docs is {arguments.num_docs!r} and the questions are {splits}; expected numbers from 1"
         )
@@ -90,7 +90,7 @@ def _data_ruler(arguments: argparse.Namespace) -> None:
 def _numbers(text: str, option: str, example: str) -> dict[str, int]:
     """Returns the mapping that NAME=NUMBER,NAME=NUMBER describes. Raises ConfigError that names `option`."""
     pairs = [part.partition("=") for part in text.split(",")]
-    if not all(name.isidentifier() and number.isdigit() for name, _, number in pairs) or len(
+    if not all(name.isidentifier() and number.isdecimal() for name, _, number in pairs) or len(
         {name for name, *_ in pairs}
     ) < len(pairs):
         raise ConfigError(f"{option} is {text!r}; expected names with numbers, e.g. {example}")

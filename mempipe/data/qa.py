@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -30,7 +30,8 @@ from mempipe.types import Question, from_row, to_row
 BY_NAME = Columns()
 """Every field is found by its name."""
 _BATCH_ROWS = 64
-_SPLIT = re.compile(r"train|test|dev|val")
+_SPLIT = re.compile(r"^(?:train|test|dev|val)|(?<=[_. -])(?:train|test|dev|val(?:id(?:ation)?)?)(?=[_. -])")
+"""A split in the name of a file, in lower case: it begins so, or has it as a word, as nq_train.jsonl does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,13 +161,16 @@ def _read(
 
 
 def _files(path: str | Path) -> list[InputFile]:
-    """Returns the files of a question set. Raises ConfigError for a folder of several splits, because a question set is
-    one of them.
+    """Returns the files of a question set. Raises ConfigError for a folder of several splits of one set, because a
+    question set is one of them. The test questions of one set and the dev questions of another may be together.
     """
     files = input_files(path, suffixes=ROWS)
-    splits = {split[0]: file.name for file in files if (split := _SPLIT.match(file.name))}
-    if len(splits) > 1:
-        raise ConfigError(f"{path} holds several splits ({', '.join(sorted(splits.values()))}); name one of the files")
+    splits: defaultdict[str, dict[str, str]] = defaultdict(dict)  # by the part of the name before the split
+    for file in files:
+        if split := _SPLIT.search(file.name.lower()):
+            splits[file.name.lower()[: split.start()]][split[0][:3]] = file.name
+    if several := next((names for names in splits.values() if len(names) > 1), None):
+        raise ConfigError(f"{path} holds several splits ({', '.join(sorted(several.values()))}); name one of the files")
     return files
 
 

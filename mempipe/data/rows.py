@@ -233,15 +233,26 @@ def rows_of_lines(lines: Iterable[bytes | None], *, max_line_bytes: int) -> Iter
 
 
 def rows_of_batch(batch: pa.RecordBatch) -> Iterator[dict[str, Any] | BadRow]:
-    """Yields the rows as Python objects; Parquet does not promise that a text is UTF-8."""
+    """Yields the rows as Python objects. Parquet does not promise that a text is UTF-8, and it has dates after the year
+    9999, which Python lacks: such a value is given as a text.
+    """
     try:
         yield from batch.to_pylist()
-    except UnicodeDecodeError:
+    except (UnicodeDecodeError, OverflowError):
         for i in range(batch.num_rows):
             try:
-                yield batch.slice(i, 1).to_pylist()[0]
+                yield {name: _value(column[i]) for name, column in zip(batch.schema.names, batch.columns, strict=True)}
             except UnicodeDecodeError as error:
                 yield BadRow("not_utf8", f"not UTF-8: byte {error.start} of a text is {error.object[error.start]:#04x}")
+            except (OverflowError, pa.ArrowException):
+                yield BadRow("wrong_value", "a date or a time, deep in a column, is none that Python has")
+
+
+def _value(scalar: pa.Scalar) -> Any:
+    try:
+        return scalar.as_py()
+    except OverflowError:
+        return scalar.cast(pa.string()).as_py()
 
 
 class _Blocks:

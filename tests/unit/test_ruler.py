@@ -197,6 +197,9 @@ def test_the_command_writes_files_and_says_where_the_needed_documents_stand(tmp_
     assert "10 excluded" in capsys.readouterr().out
     for wrong, message in (
         (["--num-docs", "8,x"], "--num-docs is '8,x'"),
+        (["--num-docs", "²"], "--num-docs is '²'"),
+        (["--num-questions", "-1"], "the questions are {'test': -1}; expected numbers from 1"),
+        (["--split", "train=²"], "--split is 'train=²'; expected names with numbers"),
         (["--split", "train=many"], "--split is 'train=many'; expected names with numbers"),
         (["--unknown-only", "m"], "give both or neither"),
         (["--exclude", str(tmp_path / "none.jsonl")], "none.jsonl does not exist"),

@@ -777,3 +777,42 @@ def test_every_kind_of_file_gives_the_same_questions(tmp_path_factory, rows):
 def test_gold_answers_are_found_under_that_name(tmp_path, field):
     (question,) = read_questions(jsonl(tmp_path / "q.jsonl", {"question": "Who?", field: "Ann"}))
     assert question.golden_answers == ["Ann"]
+
+
+@pytest.mark.parametrize(
+    ("names", "refused"),
+    [
+        (("Train.jsonl", "Test.jsonl"), True),
+        (("nq_train.jsonl", "nq_test.jsonl"), True),
+        (("nq.dev.jsonl", "nq.validation.jsonl"), True),
+        (("train-1.jsonl", "Validation-1.jsonl"), True),
+        (("nq_test.jsonl", "hotpotqa_dev.jsonl"), False),
+        (("nq_val.jsonl", "nq_validation.jsonl"), False),
+        (("latest.jsonl", "trainers.jsonl"), False),
+    ],
+)
+def test_a_folder_of_several_splits_of_one_set_is_refused(tmp_path, names, refused):
+    for name in names:
+        jsonl(tmp_path / "set" / name, {"question": name, "answer": "x"})
+    if refused:
+        assert f"holds several splits ({', '.join(sorted(names))})" in refusal(tmp_path / "set")
+    else:
+        assert len(read_questions(tmp_path / "set")) == 2
+
+
+def test_a_date_that_python_lacks_is_read_as_a_text(tmp_path):
+    far = pa.array([300 * 10**9, 0], pa.timestamp("s"))
+    pq.write_table(pa.table({"question": ["a?", "c?"], "answer": ["b", "d"], "born": far}), tmp_path / "q.parquet")
+    assert len(read_questions(tmp_path / "q.parquet")) == 2
+    pq.write_table(pa.table({"question": ["a?", "c?"], "answer": far}), tmp_path / "far.parquet")
+    assert read_questions(tmp_path / "far.parquet")[0].golden_answers[0].startswith("11476-08-15")
+    nested = pa.table(
+        {"question": ["a?", "c?"], "answer": ["b", "d"], "born": pa.array([[300 * 10**9], None], pa.list_(far.type))}
+    )
+    pq.write_table(nested, tmp_path / "deep.parquet")
+    assert "row 1: a date or a time, deep in a column, is none that Python has" in refusal(tmp_path / "deep.parquet")
+
+
+def test_a_world_with_too_few_questions_is_refused(capsys):
+    assert main(["data", "world", "--questions", "100000"]) == 2
+    assert "--questions: world-" in capsys.readouterr().err
