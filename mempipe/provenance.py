@@ -97,8 +97,11 @@ def questions_sha256(questions: Iterable[Question]) -> str:
 
 
 def _hashed(question: Question) -> dict[str, Any]:
-    """Returns the row of a question as versions before `Evidence.objective` hashed it, if it has one objective."""
+    """Returns the row of a question as versions before `Evidence.objective` and `Question.user` hashed it, where it
+    needs neither."""
     row = to_row(question)
+    if not question.user:
+        del row["user"]
     for fact in row["evidence"]:
         if not fact["objective"]:
             del fact["objective"]

@@ -206,6 +206,7 @@ def test_a_fact_of_an_objective_that_is_not_asked_is_refused(tmp_path, objective
 
 def test_questions_are_known_by_the_hash_that_earlier_versions_gave_them():
     assert questions_sha256([BORN]) == "9546f71e79427c79"
+    assert questions_sha256([replace(BORN, user="ann")]) != questions_sha256([BORN])
     assert questions_sha256([PAIR]) != questions_sha256(
         [replace(PAIR, evidence=[replace(fact, objective=0) for fact in PAIR.evidence])]
     )
