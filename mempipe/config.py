@@ -199,7 +199,7 @@ class RunConfig(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     tracking: TrackingConfig = TrackingConfig()
     world: WorldConfig | None = None
-    """Set: the run itself makes questions, corpus, index and model (the embedded default)."""
+    """Set: the run itself makes questions, corpus and index, and a tiny model unless model.path names one."""
     cloze: ClozeConfig | None = None
     """Set: the run makes its questions and its index from data.corpus, without labels (mempipe.masking.cloze)."""
     warm_start: WarmStartConfig | None = None
@@ -208,6 +208,13 @@ class RunConfig(Section):
     @property
     def folder(self) -> Path:
         return Path(self.output) / self.name
+
+    @property
+    def makes_model(self) -> bool:
+        """Returns whether the run's `world` makes the model: no model is named, or only the one in the run's own
+        folder."""
+        own = self.folder / "model"
+        return self.world is not None and (not self.model.path or Path(self.model.path).resolve() == own.resolve())
 
     @property
     def agent_spec(self) -> AgentSpec:

@@ -123,7 +123,7 @@ def _from_world(run: Run, config: RunConfig, wanted: WorldConfig) -> RunConfig:
             replace(passage, partition=world.id) for world in [*train_worlds, *held_out] for passage in world.passages
         )
         build_index(passages, index, encoder=HashingEncoder())
-    if not model.exists():
+    if config.makes_model and not model.exists():
         _make_model(model, seed=config.seed, num_layers=wanted.num_layers)
     return config.model_copy(
         update={

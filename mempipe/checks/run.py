@@ -17,6 +17,7 @@ from mempipe.data.config import Columns
 from mempipe.data.input_files import is_remote
 from mempipe.data.plain_text import check_source
 from mempipe.data.qa import understood
+from mempipe.engines.architectures import TINY_POSITIONS, adapter_refusal, tiny_layers
 from mempipe.engines.gguf_file import find_gguf
 from mempipe.engines.vllm_tools import class_of
 from mempipe.retrieval.manifest import check_index
@@ -38,7 +39,7 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
     findings = [_folder(config, resume), *check_agent(config), *_lengths(config), *_correction(config)]
     findings += _tracking(config)
     if config.world is not None:
-        findings += _world(config)
+        findings += [*_world(config), *(_tiny_model(config) if config.makes_model else _model(config))]
     else:
         findings += [*_model(config), *(_given(config) if config.cloze is None else _cloze(config))]
     findings += [*_demonstrations(config), *place_roles(config, devices)]
@@ -205,6 +206,8 @@ def _demonstrations(config: RunConfig) -> list[Finding]:
 def _model(config: RunConfig) -> list[Finding]:
     """Checks the model, or the source that it is imported from."""
     model = config.model
+    if config.world is not None and model.source:  # `_world` refuses it
+        return []
     if not model.source:
         found = check_model(model.path, setting="model.path", context_tokens=config.budget.context_tokens)
         found += check_architecture(model.path, context_tokens=config.budget.context_tokens)
@@ -212,6 +215,21 @@ def _model(config: RunConfig) -> list[Finding]:
     if model.path:
         return [fatal(f"model.path is {model.path!r} and model.source is {model.source!r}; set one of them")]
     return [attempt(lambda: find_gguf(model.source), f"model.source: {model.source}, to be imported")]
+
+
+def _tiny_model(config: RunConfig) -> list[Finding]:
+    """Checks what the settings ask of the model that the `world` makes."""
+    assert config.world is not None, "only a run with a `world` makes it"
+    wanted, model, found = config.budget.context_tokens, config.model, list[str]()
+    if wanted > TINY_POSITIONS:
+        found.append(
+            f"budget.context_tokens is {wanted}, but the model that a run with a `world` makes has {TINY_POSITIONS} "
+            "positions; lower it, or name a model (model.path)"
+        )
+    if model.lora_rank:
+        layers = tiny_layers(config.world.num_layers)
+        found.append(adapter_refusal("qwen2", model.lora_targets, layers=layers, merged=model.lora_merge))
+    return [fatal(text) for text in found if text]
 
 
 def _world(config: RunConfig) -> list[Finding]:

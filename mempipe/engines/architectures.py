@@ -24,6 +24,12 @@ _FUSED = {"phi3": ("qkv_proj", "gate_up_proj"), "glm": ("gate_up_proj",), "glm4"
 """Linear layers by model_type that compute what other networks compute with several."""
 _UNSERVED = {"glm4": ("gate_up_proj",)}
 """Fused layers by model_type whose adapter vLLM 0.32 refuses, since it expects one of each part."""
+TINY_POSITIONS = 1024
+"""Positions of the tiny model (`mempipe.engines.tiny`), which a run with a `world` makes."""
+_TINY_LAYER = (
+    *(f"self_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj")),
+    *(f"mlp.{name}" for name in ("gate_proj", "up_proj", "down_proj")),
+)
 _ADVICE = "take a dense model with attention in every layer, e.g. Qwen/Qwen3-4B-Instruct-2507"
 
 
@@ -78,6 +84,11 @@ def adapter_refusal(kind: str, targets: Sequence[str], *, layers: Sequence[str],
             "out, or set model.lora_merge to true"
         )
     return ""
+
+
+def tiny_layers(num_layers: int) -> list[str]:
+    """Returns the full names of the tiny model's linear layers."""
+    return [f"model.layers.{i}.{name}" for i in range(num_layers) for name in _TINY_LAYER]
 
 
 def fused_layers(values: Mapping[str, Any]) -> tuple[str, ...]:

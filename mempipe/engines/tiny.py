@@ -13,6 +13,7 @@ from tokenizers import AddedToken, pre_tokenizers, trainers
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from mempipe.data import scripted_agents as scripts
+from mempipe.engines.architectures import TINY_POSITIONS
 
 END_OF_TEXT = "<|endoftext|>"
 MESSAGE_END = "<|im_end|>"
@@ -42,7 +43,6 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-CONTEXT_TOKENS = 1024
 ROPE_THETA = 10_000.0
 WEIGHT_STD = 0.05
 EMBEDDING_STD = 0.1
@@ -77,7 +77,7 @@ def build_tokenizer(folder: str | Path) -> Qwen2Tokenizer:
         unk_token=None,
         eos_token=MESSAGE_END,
         pad_token=END_OF_TEXT,
-        model_max_length=CONTEXT_TOKENS,
+        model_max_length=TINY_POSITIONS,
         clean_up_tokenization_spaces=False,
     )
     tokenizer.add_tokens(
@@ -100,7 +100,7 @@ def build_model(folder: str | Path, *, seed: int, num_layers: int = 4) -> Qwen2F
         num_attention_heads=4,
         num_key_value_heads=2,
         intermediate_size=256,
-        max_position_embeddings=CONTEXT_TOKENS,
+        max_position_embeddings=TINY_POSITIONS,
         rope_parameters={"rope_type": "default", "rope_theta": ROPE_THETA},
         tie_word_embeddings=True,
         initializer_range=WEIGHT_STD,

@@ -109,7 +109,7 @@ def test_a_world_takes_the_model_that_it_is_given(tmp_path):
     model = tmp_path / "exported"
     run = load_config(CONFIGS / "tiny_memtrain.yaml", [*world, f"model.path={model}", f"output={tmp_path}"])
     made = prepare(Run(run))
-    assert made.model.path == str(model) and not (made.folder / "model").exists()
+    assert made.model.path == str(model) and not model.exists() and not (made.folder / "model").exists()
     questions = read_questions(made.data.train)
     assert all(question.recall_targets and question.context for question in questions)
     assert not any([q.golden_answers[0]] in q.recall_targets for q in questions)

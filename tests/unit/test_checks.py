@@ -30,11 +30,13 @@ from mempipe.checks.machine import Devices
 from mempipe.checks.roles import check_roles
 from mempipe.checks.run import check_agent, check_run
 from mempipe.cli import main
+from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.doctor import examine
 from mempipe.engines.architectures import is_named_as_mixture
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.evaluation.benchmarks import WEB_QUESTIONS
+from mempipe.evaluation.suite import merged
 from mempipe.loader import load_config, parse_config
 from mempipe.planning.capacity import ModelShape, model_shape, trained_parameters
 from mempipe.provenance import changed_inputs
@@ -441,6 +443,11 @@ def test_a_name_may_have_spaces_and_other_letters():
     assert parse_config({"name": "Üben 2, v1.5"}).folder == Path("runs/Üben 2, v1.5")
 
 
+def quickstart(output: Path, changes: dict[str, Any]) -> RunConfig:
+    config = load_config(ROOT / "jobs" / "configs" / "quickstart.yaml", [f"output={output}"])
+    return parse_config(merged(config.model_dump(mode="json"), changes))
+
+
 @pytest.mark.parametrize(
     ("named", "said"),
     [
@@ -456,8 +463,33 @@ def test_a_name_may_have_spaces_and_other_letters():
     ],
 )
 def test_settings_that_a_world_replaces_are_refused(tmp_path, named, said):
-    config = parse_config({"world": {}, "output": str(tmp_path), **named})
-    assert fatals(check_run(config, devices=PLENTY)) == [f"{said} itself: leave it empty, or set world=null"]
+    assert fatals(check_run(quickstart(tmp_path, named), devices=PLENTY)) == [
+        f"{said} itself: leave it empty, or set world=null"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("named", "said"),
+    [
+        ({"model": {"path": "models/mistyped/x"}}, "model.path is 'models/mistyped/x', which does not exist"),
+        ({"model": {"path": "Qwen/Qwen3-30B-A3B"}}, "model.path 'Qwen/Qwen3-30B-A3B' is a mixture of experts"),
+        ({"model": {"path": "TINY", "lora_rank": 2, "lora_targets": ["q_projj"]}}, "lora_targets names q_projj"),
+        ({"model": {"path": "TINY"}, "budget": {"context_tokens": 1025}}, "but TINY has 1024 positions"),
+        ({"model": {"lora_rank": 2, "lora_targets": ["q_projj"]}}, "names q_projj, which qwen2 does not have"),
+        ({"budget": {"context_tokens": 1025}}, "the model that a run with a `world` makes has 1024 positions"),
+    ],
+)
+def test_the_model_of_a_run_with_a_world_is_checked(tiny, tmp_path, named, said):
+    values = json.loads(json.dumps(named).replace("TINY", str(tiny / "model")))
+    (problem,) = fatals(check_run(quickstart(tmp_path, values), devices=PLENTY))
+    assert said.replace("TINY", str(tiny / "model")) in problem
+
+
+def test_a_world_makes_a_model_only_where_none_is_named(tmp_path):
+    made = parse_config({"world": {}, "output": str(tmp_path), "name": "a"})
+    own = made.model_copy(update={"model": made.model.model_copy(update={"path": str(tmp_path / "a" / "model")})})
+    given = parse_config({"world": {}, "output": str(tmp_path), "model": {"path": "Qwen/Qwen2.5-0.5B-Instruct"}})
+    assert (made.makes_model, own.makes_model, given.makes_model) == (True, True, False)
 
 
 def test_the_config_of_a_run_with_a_world_starts_another_run(tmp_path):
@@ -465,11 +497,11 @@ def test_the_config_of_a_run_with_a_world_starts_another_run(tmp_path):
         "data": {split: f"runs/a/world/{split}.parquet" for split in ("train", "validation")},
         "retrieval": {"index": "runs/a/index"},
     }
-    findings = check_run(parse_config({"world": {}, "output": str(tmp_path), **made}), devices=PLENTY)
+    findings = check_run(quickstart(tmp_path, made), devices=PLENTY)
     assert fatals(findings) == []
     assert "the run makes its own questions and index (`world`), not those of runs/a" in [f.text for f in findings]
     made["retrieval"] = {"index": "runs/b/index"}
-    assert len(fatals(check_run(parse_config({"world": {}, "output": str(tmp_path), **made}), devices=PLENTY))) == 3
+    assert len(fatals(check_run(quickstart(tmp_path, made), devices=PLENTY))) == 3
 
 
 CLOZE = {"cloze": {}, "data": {"corpus": "python-reference"}, "retrieval": {"index": ""}}

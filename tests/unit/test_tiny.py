@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import unicodedata
 
 import pytest
@@ -11,9 +12,11 @@ from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 from mempipe.agents.memsearcher import MemSearcher, MemSearcherBudget, MemSearcherPrompts, MemSearcherRenderer
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.tools import SearchTool, Toolbox
+from mempipe.checks.models import _linear_layers
 from mempipe.data import world as tiny_world
 from mempipe.data.scripted_agents import NO_NOISE, TOOL_NAME, ScriptedMemSearcher, vocabulary
 from mempipe.data.world import NAME_POOLS, PASSAGE_TOKENS, World
+from mempipe.engines.architectures import TINY_POSITIONS, tiny_layers
 from mempipe.engines.tiny import SPECIAL_TOKENS, build_model, build_tokenizer
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.types import Completion, EndReason, FinishReason, SearchResult, Trajectory
@@ -49,6 +52,13 @@ def test_nine_layers_make_a_model_of_twice_the_parameters(folder, tmp_path):
     four = AutoModelForCausalLM.from_pretrained(folder).num_parameters()
     nine = build_model(tmp_path, seed=1, num_layers=9).num_parameters()
     assert 1.9 < nine / four < 2.1
+
+
+def test_the_checks_know_the_positions_and_layers_of_the_model(folder):
+    values = json.loads((folder / "config.json").read_text())
+    assert values["max_position_embeddings"] == TINY_POSITIONS
+    (file,) = folder.glob("*.safetensors")
+    assert sorted(_linear_layers(file)) == sorted(tiny_layers(values["num_hidden_layers"]))
 
 
 async def scripted_trajectory(tokenizer: HFTokenizer) -> Trajectory:
