@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
 from mempipe.config import RunConfig
-from mempipe.engines.checkpoint import checkpoints, step_of
+from mempipe.engines.checkpoint import Position, checkpoints, position_of, step_of
 from mempipe.engines.config import ModelConfig
 from mempipe.loader import load_config
 from mempipe.provenance import MADE_OF, questions_sha256, read_record, write_record
@@ -90,8 +91,9 @@ def export_best(run: Path, target: Path) -> Path:
 
 
 def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
-    """Writes the policy of the run in folder `run` after learner step `step` (None: the newest checkpoint) to the new
-    folder `target`, for transformers and vLLM, with the files of a whole agent (`mempipe.reports.agent_folder`).
+    """Writes the policy of the run in folder `run` after learner step `step` (None: the last whole one that has a
+    checkpoint) to the new folder `target`, for transformers and vLLM, with the files of a whole agent
+    (`mempipe.reports.agent_folder`).
 
     Raises ConfigError, before anything is loaded, and CheckpointError.
     """
@@ -104,8 +106,8 @@ def export_run(run: Path, target: Path, *, step: int | None = None) -> Path:
 
 
 def export_adapter(run: Path, target: Path, *, step: int | None = None) -> Path:
-    """Writes the LoRA adapter that the run in folder `run` trained, after learner step `step` (None: the newest
-    checkpoint), to the new folder `target`, for PEFT and vLLM.
+    """Writes the LoRA adapter that the run in folder `run` trained, after learner step `step` (None: the last
+    whole one that has a checkpoint), to the new folder `target`, for PEFT and vLLM.
 
     Raises ConfigError, before anything is loaded, and CheckpointError.
     """
@@ -119,14 +121,29 @@ def export_adapter(run: Path, target: Path, *, step: int | None = None) -> Path:
 
 
 def choose_checkpoint(run: Path, step: int | None) -> Path:
-    """Returns the checkpoint of the run in `run` after learner step `step`; None: the newest. Raises ConfigError."""
-    found = {step_of(path): path for path in checkpoints(run / "checkpoints")}
-    if not found:
+    """Returns the checkpoint of the run in `run` after learner step `step`; None: after the last whole one.
+
+    A run that had to end may have saved its policy between two updates of a step. That policy is of no step, is
+    evaluated nowhere and is never exported. Raises ConfigError.
+    """
+    positions = {path: position_of(path) for path in checkpoints(run / "checkpoints")}
+    if not positions:
         raise ConfigError(f"{run} holds no checkpoint")
-    if step is not None and step not in found:
-        known = ", ".join(f"{each} ({found[each].name})" for each in sorted(found))
-        raise ConfigError(f"--step is {step}; {run / 'checkpoints'} holds those after the learner steps {known}")
-    return found[max(found) if step is None else step]
+    found = {position.step: path for path, position in positions.items() if not position.num_updates}
+    wanted = max(found, default=-1) if step is None else step
+    if wanted in found:
+        if step is None and (newest := list(positions)[-1]) != found[wanted]:
+            said = f"{newest.name} was saved between two updates of a step; exported is the policy after step {wanted}"
+            print(said, file=sys.stderr)  # stdout holds the exported folder
+        return found[wanted]
+    asked = "no step is named (--step)" if step is None else f"--step is {step}"
+    known = ", ".join(_described(path, position) for path, position in positions.items())
+    raise ConfigError(f"{asked}; {run / 'checkpoints'} holds those after the learner steps {known}")
+
+
+def _described(path: Path, position: Position) -> str:
+    within = " and a part of the next one, which --resume trains to its end" if position.num_updates else ""
+    return f"{position.step} ({path.name}){within}"
 
 
 def _check_folders(run: Path, target: Path) -> None:

@@ -91,7 +91,7 @@ def _add_models(commands: Any) -> None:
 
 def _add_which_checkpoint(command: argparse.ArgumentParser) -> None:
     which = command.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, help="the learner step (default: that of the newest checkpoint)")
+    which.add_argument("--step", type=int, help="the learner step (default: the last whole one that has a checkpoint)")
     which.add_argument("--best", action="store_true", help="the best checkpoint on validation (checkpoint.best_on)")
 
 

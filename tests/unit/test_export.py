@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,7 @@ from mempipe.provenance import read_record
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.types import Question
-from pipelines.export import Exports
+from pipelines.export import Exports, choose_checkpoint
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0, "lora_targets": ["q_proj", "down_proj"]}
 
@@ -52,6 +53,26 @@ def test_every_checkpoint_of_a_run_can_be_exported(tmp_path, lora):
         assert main(["export", str(tmp_path / "run"), str(target), *arguments]) == 0
         found = AutoModelForCausalLM.from_pretrained(target).state_dict()
         assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+
+
+def test_a_checkpoint_between_two_updates_is_not_exported(tmp_path, capsys):
+    model = ModelConfig(path=str(save_model(tmp_path)), dtype="float32")
+    run_with_checkpoints(tmp_path / "run", model)
+    whole = tmp_path / "run" / "checkpoints"
+    make_learner(Path(model.path)).save(whole, Position(step=2, num_updates=1), keep=3)
+    (between,) = whole.glob("step-00000000")
+    between.rename(whole / "step-00000005")
+    assert [choose_checkpoint(whole.parent, step).name for step in (1, 2, None)] == [
+        "step-00000002",
+        "step-00000004",
+        "step-00000004",
+    ]
+    assert "step-00000005 was saved between two updates of a step" in capsys.readouterr().err
+    for step in (1, 2):
+        shutil.rmtree(whole / f"step-0000000{2 * step}")
+    for step, said in ((None, "no step is named"), (2, "--step is 2")):
+        with pytest.raises(ConfigError, match=rf"{said}.*2 \(step-00000005\) and a part of the next one"):
+            choose_checkpoint(whole.parent, step)
 
 
 def test_peft_loads_an_exported_adapter_and_merges_it_to_the_same_bytes(tmp_path):
