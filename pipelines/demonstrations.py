@@ -7,6 +7,7 @@ the prompts that the engine will receive, token for token.
 from __future__ import annotations
 
 import asyncio
+import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,12 +17,13 @@ from pathlib import Path
 from anyio.from_thread import start_blocking_portal
 
 from mempipe.agents.protocol import GenerateFn, UnfitQuestion
+from mempipe.agents.registry import BUILT_IN
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedAgent, facts_that_fit
 from mempipe.engines.endpoint import Endpoint
-from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.evaluation.recorded import read_recorded
+from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.evaluation.recorded import Recorded, read_recorded
 from mempipe.masking.demonstrations import Demonstration
 from mempipe.retrieval.retriever import MAX_BATCH, BatchingRetriever, Retriever
 from mempipe.rollout import budget_variants, drawn_variant, find_nothing, make_renderer, run_group
@@ -31,6 +33,7 @@ from mempipe.user_code import load_user_object
 from pipelines.prepare import world_questions, worlds
 
 TRAJECTORIES_AT_ONCE = 256  # they share the retriever's batches
+COMPARED_ATTEMPTS = 8  # of a source, to tell another tokenizer
 
 MakeGenerate = Callable[[Question, str], GenerateFn]
 """Makes the `generate` of one trajectory, from its question and the id of its group."""
@@ -78,7 +81,7 @@ def _clean(config: RunConfig) -> Iterator[Group]:
     wanted = config.warm_start
     assert wanted is not None, "demonstrations are for a config with a warm_start"
     if wanted.trajectories:
-        return _good(_recorded(wanted.trajectories), wanted.metric, wanted.min_score)
+        return _good(_recorded(config, wanted.trajectories), wanted.metric, wanted.min_score)
     if wanted.teacher is not None:
         endpoint = _teacher(config)
         groups = played(
@@ -91,20 +94,51 @@ def _clean(config: RunConfig) -> Iterator[Group]:
     return groups if config.world is not None else _good(groups, "em", 1.0)
 
 
-def _recorded(sources: Sequence[str]) -> Iterator[Group]:
-    """Yields all groups that files and folders hold. Trajectories are named after their place too, because every
-    evaluation of the same questions has the same ids. Raises ConfigError for a place without trajectories, and for a
-    place that is named twice.
+def _recorded(config: RunConfig, sources: Sequence[str]) -> Iterator[Group]:
+    """Yields all groups that files and folders hold, with one right recall of each trajectory. Trajectories are named
+    after their place too, because every evaluation of the same questions has the same ids.
+
+    Raises ConfigError for a place without trajectories, for one that is named twice, and for trajectories of another
+    agent or tokenizer, whose prompts and ids the model would never meet.
     """
     seen: set[Path] = set()
+    tokenizer = load_tokenizer(config.model.path)
     for source in sources:
         for recorded in read_recorded(Path(source)):
             if (place := recorded.place.resolve()) in seen:
                 raise ConfigError(f"warm_start.trajectories names {recorded.place} twice; each is imitated once")
             seen.add(place)
+            _check_agent(config, recorded)
+            if not _is_read_by(tokenizer, recorded.groups):
+                raise ConfigError(
+                    f"warm_start.trajectories names {recorded.place}, whose token ids are of another tokenizer than "
+                    f"that of model.path {config.model.path!r}; imitate attempts of a model with the same tokenizer"
+                )
             for group in recorded.groups:
-                named = [replace(t, id=f"{recorded.place}:{t.id}") for t in group.trajectories]
+                named = [replace(_with_one_recall(t), id=f"{recorded.place}:{t.id}") for t in group.trajectories]
                 yield replace(group, trajectories=named)
+
+
+def _check_agent(config: RunConfig, recorded: Recorded) -> None:
+    """Raises ConfigError for attempts of another agent. Two names of a user's agents may be those of one that moved."""
+    played, ours = (recorded.settings.get("agent") or {}).get("name"), config.agent.name
+    if played not in (None, ours) and (played in BUILT_IN or ours in BUILT_IN):
+        raise ConfigError(
+            f"warm_start.trajectories names {recorded.place}, where agent.name is {played!r}; agent.name is {ours!r} "
+            "here, whose prompts differ"
+        )
+
+
+def _is_read_by(tokenizer: HFTokenizer, groups: Sequence[Group]) -> bool:
+    """Returns whether the ids of the first attempts, decoded, hold one of the texts that the attempts were made of."""
+    attempts = [(group.question.text, each) for group in groups for each in group.trajectories if each.contexts]
+    for question, attempt in attempts[:COMPARED_ATTEMPTS]:
+        context = attempt.contexts[0]
+        text = unicodedata.normalize("NFC", tokenizer.decode(context.token_ids))
+        texts = [each.strip() for each in (question, context.action, context.chunk, context.memory_before)]
+        if any(unicodedata.normalize("NFC", each) in text for each in texts if each) or not any(texts):
+            return True
+    return not attempts
 
 
 def _good(groups: Iterable[Group], metric: str, min_score: float) -> Iterator[Group]:

@@ -7,11 +7,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 import signal
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+import yaml
 from agent_builders import hf_tokenizer
 from anyio.from_thread import start_blocking_portal
 from faulty_server import faulty, says
@@ -144,6 +147,43 @@ def test_recorded_trajectories_are_imitated_when_they_scored(config, tmp_path):
     assert len(demonstrations(with_warm_start(config, **file, metric="f1", min_score=0.5)).clean) == 4
     with pytest.raises(ConfigError, match=r"no trajectory is left to imitate.*f1 is at least 2"):
         demonstrations(with_warm_start(config, **file, metric="f1", min_score=2.0))
+
+
+def test_of_recorded_recalls_one_right_one_is_imitated(reading, tmp_path):
+    recorded = [group for group in demonstrations(reading).clean if group.trajectories[0].recalls]
+    for group in recorded:
+        (right,) = group.trajectories[0].recalls
+        wrong = dataclasses.replace(right, score=0.0, answer="unknown")
+        group.trajectories[:] = [dataclasses.replace(group.trajectories[0], recalls=[wrong, right, right])]
+    write_trajectories(tmp_path / "recorded.parquet", recorded)
+    file = {"trajectories": [str(tmp_path / "recorded.parquet")], "num_held_out": 0}
+    clean = demonstrations(with_warm_start(reading, **file)).clean
+    assert [[recall.score for recall in group.trajectories[0].recalls] for group in clean] == [[1.0]] * len(recorded)
+    assert recorded
+
+
+def test_recorded_trajectories_of_another_tokenizer_or_agent_are_refused(config, tmp_path):
+    folder = tmp_path / "played"
+    write_trajectories(folder / "trajectories.parquet", demonstrations(config).clean)
+    config = with_warm_start(config, trajectories=[str(folder)], num_held_out=0)
+    assert len(demonstrations(config).clean) == 4
+    other = shutil.copytree(config.model.path, tmp_path / "other") / "tokenizer.json"
+    values = json.loads(other.read_text())
+    letters = {token: id for token, id in values["model"]["vocab"].items() if len(token) == 1}
+    values["model"]["vocab"] |= dict(zip(letters, [*letters.values()][1:] + [*letters.values()][:1], strict=True))
+    other.write_text(json.dumps(values))
+    model = config.model.model_copy(update={"path": str(other.parent)})
+    with pytest.raises(ConfigError, match=r"played/trajectories.parquet, whose token ids are of another tokenizer"):
+        demonstrations(config.model_copy(update={"model": model}))
+    for name, is_refused in (("memsearcher", False), ("react", True), ("own.module:AGENT", True)):
+        settings = config.model_dump(mode="json") | {"agent": {"name": name}}
+        (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+        with (
+            pytest.raises(ConfigError, match=rf"where agent\.name is '{name}'; agent\.name is 'memsearcher' here")
+            if is_refused
+            else nullcontext()
+        ):
+            demonstrations(config)
 
 
 def evaluated(folder: Path, groups: Sequence[Group]) -> Path:
