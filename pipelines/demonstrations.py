@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
@@ -25,7 +26,9 @@ from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.evaluation.recorded import Recorded, read_recorded
 from mempipe.masking.demonstrations import Demonstration
-from mempipe.retrieval.retriever import MAX_BATCH, BatchingRetriever, Retriever
+from mempipe.retrieval.config import RetrievalConfig
+from mempipe.retrieval.remote import RemoteRetriever
+from mempipe.retrieval.retriever import MAX_BATCH, BatchingRetriever, Retriever, Searcher
 from mempipe.rollout import budget_variants, drawn_variant, find_nothing, make_renderer, run_group
 from mempipe.settings import ConfigError
 from mempipe.types import Completion, FinishReason, Group, Question, Trajectory
@@ -231,9 +234,11 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
     tokenizer = load_tokenizer(config.model.path)
     renderers = [make_renderer(variant, tokenizer=tokenizer) for variant in budget_variants(config)]
     search = find_nothing
+    closing = ExitStack()
     if config.agent_spec.searches:
         together = 1 if config.ordered else MAX_BATCH
-        search = BatchingRetriever(Retriever(config.retrieval.index), config.retrieval, max_batch=together).search
+        retriever = _retriever(config.retrieval, closing)
+        search = BatchingRetriever(retriever, config.retrieval, max_batch=together).search
 
     async def attempt(i: int, question: Question) -> Group | None:
         group_id = f"{name}/{i}"
@@ -256,9 +261,18 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
         return await asyncio.gather(*(attempt(i, question) for i, question in batch))
 
     numbered = iter(enumerate(questions))
-    with start_blocking_portal(name="demonstrations") as portal:
+    with closing, start_blocking_portal(name="demonstrations") as portal:
         while batch := list(islice(numbered, TRAJECTORIES_AT_ONCE)):
             yield from (group for group in portal.call(attempts, batch) if group is not None)
+
+
+def _retriever(config: RetrievalConfig, closing: ExitStack) -> Searcher:
+    """Opens what the run's retrievers search, as they do; a client of a service is closed with `closing`."""
+    if config.url:
+        client = RemoteRetriever(config.url, config)
+        closing.callback(client.close)
+        return client
+    return Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path)
 
 
 def _with_one_recall(trajectory: Trajectory) -> Trajectory:

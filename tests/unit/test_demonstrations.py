@@ -18,6 +18,7 @@ import yaml
 from agent_builders import hf_tokenizer
 from anyio.from_thread import start_blocking_portal
 from faulty_server import faulty, says
+from test_remote_retrieval import serving
 
 from mempipe.config import RunConfig
 from mempipe.data.qa import write_questions
@@ -35,10 +36,14 @@ from mempipe.masking.demonstrations import (
     ReadingMemAgent,
 )
 from mempipe.retrieval.build import build_index
+from mempipe.retrieval.config import ServiceConfig
+from mempipe.retrieval.encoders import HashingEncoder
+from mempipe.retrieval.retriever import Retriever
 from mempipe.rl.packing import pack_step
 from mempipe.rl.samples import to_samples
 from mempipe.rollout import first_prompt, prompt_hash
 from mempipe.runs import Run
+from mempipe.serve.retrieval_app import RetrievalService, make_app
 from mempipe.settings import ConfigError
 from mempipe.stop import Interrupted, StopRequest
 from mempipe.types import Evidence, Group, Passage, Question
@@ -121,6 +126,22 @@ async def test_a_script_plays_although_an_event_loop_runs_as_in_a_notebook(confi
     question = Question(id="q", text="Who made the lamp?", golden_answers=["Ann"], context="Ann made the lamp.")
     prompt = first_prompt(config, question, tokenizer=tokenizer)
     assert question.text in tokenizer.decode(prompt) and len(prompt) > len(tokenizer.encode_text(question.text))
+
+
+def test_demonstrations_search_as_the_run_does(config, tmp_path):
+    build_index(PASSAGES, tmp_path / "both", lexical=True, encoder=HashingEncoder())
+
+    def snapshots(**retrieval: str) -> set[str]:
+        changed = config.model_copy(update={"retrieval": config.retrieval.model_copy(update=retrieval)})
+        contexts = [context for group in demonstrations(changed).clean for context in group.trajectories[0].contexts]
+        return {search.snapshot for context in contexts for search in context.searches}
+
+    index = str(tmp_path / "both")
+    for mode in ("lexical", "dense", "fusion"):
+        assert snapshots(index=index, mode=mode) == {Retriever(index, mode=mode).snapshot}
+    lexical = RetrievalService(Retriever(index, mode="lexical"), ServiceConfig(index="unused"))
+    with serving(make_app(lexical)) as url:
+        assert snapshots(index="", url=url) == {Retriever(index, mode="lexical").snapshot}
 
 
 def test_a_teacher_plays_batch_after_batch_over_the_same_connections(config, monkeypatch):
