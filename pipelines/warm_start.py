@@ -193,6 +193,7 @@ def _updates(samples: Sequence[TrainingSample], tokens_per_step: int) -> Iterato
 
 def _packed(samples: Sequence[TrainingSample], config: RunConfig, *, num_ranks: int) -> list[list[MicroBatch]]:
     assert config.warm_start is not None, "a warm start needs its section in the config"
-    max_tokens = max(min(config.warm_start.tokens_per_step, config.learner.max_tokens_per_micro_batch), MIN_ROW)
+    most, longest = config.learner.max_tokens_per_micro_batch, max(len(sample.token_ids) for sample in samples)
+    max_tokens = max(min(max(config.warm_start.tokens_per_step, longest), most), MIN_ROW)
     share = config.learner.share_prefixes
     return pack_step(samples, num_ranks=num_ranks, max_tokens=max_tokens, aggregation="token", share_prefixes=share)

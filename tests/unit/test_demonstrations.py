@@ -13,11 +13,13 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from agent_builders import hf_tokenizer
 from anyio.from_thread import start_blocking_portal
 from faulty_server import faulty, says
+from learner_setup import sample
 from test_remote_retrieval import serving
 
 from mempipe.config import RunConfig
@@ -275,6 +277,24 @@ def test_a_forgetful_script_leaves_its_memory_as_it_was():
     careful = ClozeMemSearcher(question=question)
     assert forgetful.reply(prompt) == f"{KNOWS_NOTHING}</memory>"
     assert "Rebma" in careful.reply(prompt)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "most", "rows"),
+    [((1000, 900, 800), 16384, [1700, 1000]), ((3000, 100), 16384, [3000, 100]), ((1000, 500), 1200, [1000, 500])],
+)
+def test_a_demonstration_may_be_longer_than_an_update(config, lengths, most, rows):
+    config = with_warm_start(config, tokens_per_step=2048)
+    config = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"max_tokens_per_micro_batch": most})}
+    )
+    shown = [
+        sample(np.random.default_rng(i), length=length, index=i, advantage=1.0) for i, length in enumerate(lengths)
+    ]
+    (packed,) = warm_start._packed(shown, config, num_ranks=1)
+    assert sorted(len(row.token_ids) for row in packed) == sorted(rows)
+    with pytest.raises(ValueError, match=rf"max_tokens_per_micro_batch {most}; raise it to at least {most + 1}"):
+        warm_start._packed([sample(np.random.default_rng(0), length=most + 1)], config, num_ranks=1)
 
 
 class InterruptedLearners:
