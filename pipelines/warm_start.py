@@ -109,7 +109,8 @@ def _train(
     if position.step:
         mends = f"delete {_checkpoints(run)} to begin the warm start again"
         kept = read_record(file, mends=mends, losses=list, held_out=list)
-        losses, judged = kept["losses"][: position.step], kept["held_out"]
+        losses = kept["losses"][: position.step]
+        judged = [each for each in kept["held_out"] if each["updates"] <= position.step]
         if len(losses) < position.step:
             raise ConfigError(f"{file} is damaged (it lacks losses of the {position.step} updates done); {mends}")
     at_once = 1
@@ -126,7 +127,8 @@ def _train(
                 numbers = {"loss": sum(losses[done:]) / len(reports)}
                 is_due = len(losses) % wanted.checkpoint_every == 0 or len(losses) == len(updates)
                 if is_due and held_out and not stop.requested:
-                    judged.append({"updates": len(losses), "loss": _loss(learners, held_out)})
+                    loss = _loss(learners, held_out, temperature=config.sampling.temperature)
+                    judged.append({"updates": len(losses), "loss": loss})
                     numbers["held_out_loss"] = judged[-1]["loss"]
                 if is_due or stop.requested:
                     write_record(file, {"losses": losses, "held_out": judged})
@@ -134,9 +136,9 @@ def _train(
             progress.advance(len(reports), **numbers)
 
 
-def _loss(learners: LearnerGroup, samples: Sequence[TrainingSample]) -> float:
-    """Returns the mean -logprob of the loss tokens."""
-    rows = learners.score([sample.token_ids for sample in samples])
+def _loss(learners: LearnerGroup, samples: Sequence[TrainingSample], *, temperature: float) -> float:
+    """Returns the mean -logprob of the loss tokens, at the temperature at which the learner trains."""
+    rows = learners.score([sample.token_ids for sample in samples], temperature=temperature)
     kept = [
         -value
         for row, sample in zip(rows, samples, strict=True)

@@ -87,8 +87,8 @@ class LearnerActor:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        return self._learner.score(sequences)
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float) -> list[list[float]]:
+        return self._learner.score(sequences, temperature=temperature)
 
     def checksums(self) -> dict[str, int]:
         return self._learner.checksums()
@@ -201,9 +201,9 @@ class LearnerGroup:
         """Frees GPU memory that no tensor uses for the other processes of the GPU."""
         self._all("releasing memory", lambda rank, _: rank.release_memory.remote())
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
         """Returns the log-probs of every sequence's tokens but the first, under the current weights."""
-        return self._all("score", lambda rank, _: rank.score.remote(sequences))[0]
+        return self._all("score", lambda rank, _: rank.score.remote(sequences, temperature=temperature))[0]
 
     def checksums(self) -> dict[str, int]:
         """Returns the checksum of every weight as an engine holds it (`mempipe.engines.checksums`)."""

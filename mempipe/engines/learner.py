@@ -230,8 +230,8 @@ class Learner:
         with base_model(self.policy):
             return self.logprobs(micro_batch)
 
-    def score(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
-        """Returns the log-probs of all tokens of every sequence but the first, at temperature 1 as engines score them.
+    def score(self, sequences: Sequence[Sequence[int]], *, temperature: float = 1.0) -> list[list[float]]:
+        """Returns the log-probs of all tokens of every sequence but the first; engines score at temperature 1.
 
         All ranks must call it with the same sequences.
         """
@@ -240,7 +240,7 @@ class Learner:
             self.policy,
             sequences,
             loss_masks=masks,
-            temperature=1.0,
+            temperature=temperature,
             max_tokens=self.settings.learner.max_tokens_per_micro_batch,
         )
         reshard(self.policy)

@@ -19,7 +19,7 @@ import yaml
 from agent_builders import hf_tokenizer
 from anyio.from_thread import start_blocking_portal
 from faulty_server import faulty, says
-from learner_setup import sample
+from learner_setup import make_learner, pack, sample, samples, save_model
 from test_remote_retrieval import serving
 
 from mempipe.config import RunConfig
@@ -319,7 +319,7 @@ class InterruptedLearners:
             os.kill(os.getpid(), signal.SIGTERM)
         return [{"loss": float(self.trained - len(updates) + i)} for i in range(len(updates))]
 
-    def score(self, sequences: list[list[int]]) -> list[list[float]]:
+    def score(self, sequences: list[list[int]], *, temperature: float) -> list[list[float]]:
         return [[-1.0] * (len(sequence) - 1) for sequence in sequences]
 
     def save(self, folder: Path, position: Position, *, keep: int) -> None:
@@ -340,6 +340,34 @@ def test_an_interrupted_start_goes_on_from_its_checkpoint(config):
     assert record["losses"] == [float(i) for i in range(len(updates))]
     steps = [each["updates"] for each in record["held_out"]]
     assert steps == sorted({*range(3, len(updates), 3), len(updates)}) and record["held_out"][0]["loss"] == 1.0
+
+
+def test_held_out_losses_after_the_checkpoint_are_measured_again_once(config, monkeypatch):
+    config = with_warm_start(config, tokens_per_step=1, checkpoint_every=3)
+    run, learners = Run(config), InterruptedLearners()
+    shown = demonstrations(config)
+    updates = list(warm_start._updates(warm_start._samples(shown, order="noisy_last", seed=1), tokens_per_step=1))
+    held_out = warm_start._samples_of(shown.held_out)
+
+    def full(folder: Path, position: Position, *, keep: int) -> None:
+        if position.step > 3:
+            raise OSError("No space left on device")
+        learners.saved = position
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(learners, "save", full)
+        warm_start._train(run, learners, config, updates, held_out=held_out, stop=StopRequest(30.0))
+    assert learners.saved.step == 3
+    warm_start._train(run, learners, config, updates, held_out=held_out, stop=StopRequest(30.0))
+    steps = [each["updates"] for each in json.loads((run.folder / "warm_start.json").read_text())["held_out"]]
+    assert steps == sorted({*range(3, len(updates), 3), len(updates)})
+
+
+def test_held_out_losses_are_of_the_temperature_of_the_training(tmp_path):
+    learner = make_learner(save_model(tmp_path), objective="sft", temperature=0.5, lr=1e-12)
+    shown = [dataclasses.replace(each, advantage=1.0) for each in samples(0)]
+    (report,) = learner.step([pack(shown)[0]])
+    assert warm_start._loss(learner, shown, temperature=0.5) == pytest.approx(report["loss"], abs=1e-4)
 
 
 def test_a_start_that_is_told_to_end_saves_every_update_that_it_made(config):
