@@ -32,7 +32,7 @@ from mempipe.engines.config import (
 from mempipe.masking.config import ClozeConfig
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
-from mempipe.settings import ConfigError, FolderName, Section
+from mempipe.settings import ConfigError, FolderName, Section, Seed
 from mempipe.tracking.config import TrackingConfig
 
 DEFAULT_AGENT = "memsearcher"
@@ -163,7 +163,7 @@ class RunConfig(Section):
     """The run's folder is output/name."""
     output: str = "runs"
     """Parent of the runs' folders."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of data order, sampling and adapters."""
     num_steps: int = Field(100, ge=1)
     """Learner steps (groups_per_step groups each)."""

@@ -10,7 +10,7 @@ from types import UnionType
 from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from mempipe.credentials import without_passwords
@@ -159,5 +159,7 @@ def _folder_name(name: str) -> str:
     return name
 
 
+Seed = Annotated[int, Field(ge=0, lt=2**32 - 2**16)]
+"""A seed of a run: numpy's seeds, which engines set, have 32 bits, and every engine adds its number."""
 FolderName = Annotated[str, AfterValidator(_folder_name)]
 """The name of a folder inside another one, which no name can leave."""

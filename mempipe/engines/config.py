@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -161,7 +161,7 @@ class OptimizerConfig(Section):
     """Learner steps of linear warm-up, however many updates a step has."""
     min_lr_ratio: float = Field(0.1, ge=0, le=1)
     """Last value of cosine and linear, as a share of lr."""
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.999)
     """Decay of AdamW's two moments."""
     weight_decay: float = Field(0.01, ge=0)
     """Decoupled weight decay."""

@@ -16,7 +16,7 @@ from mempipe.loader import load_values, parse_section, section_values
 from mempipe.provenance import read_record
 from mempipe.rollout import Control
 from mempipe.runs import unfinished
-from mempipe.settings import ConfigError, FolderName, Section
+from mempipe.settings import ConfigError, FolderName, Section, Seed
 from mempipe.tracking.config import TrackingConfig
 
 _RUN_FOLDER = ("state.json", "huggingface")
@@ -102,7 +102,7 @@ class EvaluationSuite(Section):
     """The folder of the evaluation is output/name."""
     output: str = "evaluations"
     """Parent of the evaluations' folders."""
-    seed: int = 1
+    seed: Seed = 1
     """Seed of the engines and of the bootstrap."""
     ray_address: str = ""
     """A running cluster; empty: the job's own cluster, or a local one."""

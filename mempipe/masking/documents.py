@@ -84,7 +84,7 @@ class DocumentsConfig(Section):
     """Documents that one worker makes and writes at once: the most that a killed build loses, for each worker."""
     num_workers: int = Field(0, ge=0)
     """Actors that make documents; 0: one for every CPU."""
-    seed: int = 1
+    seed: int = Field(1, ge=0)
     """Seed of pivots, entities, random passages and their order."""
     ray_address: str = ""
     """A running cluster; empty: the job's own cluster, or a local one."""

@@ -136,7 +136,7 @@ class IndexConfig(Section):
     """
     max_line_bytes: int = Field(2**20, ge=1)
     """A longer line of jsonl is a bad row."""
-    seed: int = 1
+    seed: int = Field(1, ge=0)
     """Seed of the passages drawn for training and for measuring recall."""
     ray_address: str = ""
     """A running cluster; empty: the job's own cluster, or a local one."""

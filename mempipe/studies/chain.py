@@ -20,7 +20,7 @@ from mempipe.evaluation.suite import Benchmark, Bootstrap, EvaluatedRun, Evaluat
 from mempipe.loader import load_values, parse_section
 from mempipe.provenance import model_sha256
 from mempipe.runs import saved_inputs
-from mempipe.settings import ConfigError, FolderName, Section
+from mempipe.settings import ConfigError, FolderName, Section, Seed
 from mempipe.tracking.config import TrackingConfig
 
 ALONE = "-alone"
@@ -63,7 +63,7 @@ class ChainConfig(Section):
     """Train the later stages without the first one too, from the model that its reinforcement learning began with.
     continued: in addition train the last stage without the first one for the steps of both together, so that both sides
     of the comparison have taken as many steps."""
-    seeds: list[int] = Field(default_factory=list)
+    seeds: list[Seed] = Field(default_factory=list)
     """Repeat the whole chain under each of these seeds, and make one table over them; empty: once, with the seeds of
     the stages' own configs."""
     rows: list[TableRow] = Field(default_factory=list)

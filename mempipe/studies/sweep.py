@@ -22,7 +22,7 @@ from mempipe.evaluation.results import SETTINGS, read_result_state
 from mempipe.evaluation.suite import EvaluatedRun, EvaluationSuite, merged, resolve_run, run_values
 from mempipe.loader import load_values, parse_section, section_values
 from mempipe.provenance import completed, differences, model_sha256
-from mempipe.settings import ConfigError
+from mempipe.settings import ConfigError, Seed
 from mempipe.storage.files import write_text
 from mempipe.studies.budgets import MARGIN, BudgetStudy, study_runs
 from mempipe.studies.measured import measured_runs
@@ -46,7 +46,7 @@ class SweepConfig(EvaluationSuite):
     """Values of budget.memory_tokens. One above that of a run's config raises memory_message_tokens and context_tokens
     with it, unless the run's settings state them. An agent without memory_tokens, and a control, is a reference: one
     trial for each seed."""
-    seeds: list[int] = Field([1], min_length=1)
+    seeds: list[Seed] = Field([1], min_length=1)
     """Each budget is tried once under each of them."""
     margin: float = Field(MARGIN, gt=0, lt=100)
     """Points (percent) that a budget may lose against the largest one and still be called enough."""

@@ -127,6 +127,10 @@ def test_a_setting_is_read_under_its_old_name_and_its_new_one_is_said(agent):
         ("seed.x=1", "not a section"),
         ("seed=[", "not YAML"),
         ("seed=2024-99-99", "seed is '2024-99-99': should be a valid integer"),
+        ("seed=-1", "seed is -1: should be greater than or equal to 0"),
+        ("seed=4294967296", "seed is 4294967296: should be less than 4294901760"),
+        ("optimizer.betas=[0.9,1.0]", r"optimizer\.betas\.1 is 1\.0: should be less than 1"),
+        ("optimizer.betas=[-0.1,0.9]", r"optimizer\.betas\.0 is -0\.1: should be greater than or equal to 0"),
         ("seed={a: 1, a: 2}", "not YAML"),
     ],
 )
