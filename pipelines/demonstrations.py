@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,9 +22,11 @@ from mempipe.agents.registry import BUILT_IN
 from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.data.scripted_agents import NO_NOISE, Noise, ScriptedAgent, facts_that_fit
+from mempipe.data.trajectories import read_made_of, read_trajectories, write_trajectories
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.evaluation.recorded import Recorded, read_recorded
+from mempipe.faults import ServiceFault, retry_pauses
 from mempipe.masking.demonstrations import Demonstration
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.remote import RemoteRetriever
@@ -52,15 +54,38 @@ class Demonstrations:
     held_out: list[Group]
 
 
-def demonstrations(config: RunConfig) -> Demonstrations:
+class TaughtAttempts:
+    """The attempts of a teacher that are finished, in files of one folder: a resumed start does not play them again."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._num_parts = 0
+        self.finished: dict[int, Group | None] = {}
+        """By the question's number; None for one that does not fit."""
+        for part in sorted(folder.glob("part-*.parquet")):
+            self.finished |= {int(group.id.rpartition("/")[2]): group for group in read_trajectories(part)}
+            self.finished |= dict.fromkeys((read_made_of(part) or {}).get("unfit", []))
+            self._num_parts += 1
+
+    def add(self, finished: Mapping[int, Group | None]) -> None:
+        """Writes them to a further file, which appears atomically."""
+        self.finished |= finished
+        if finished:
+            part = self._folder / f"part-{self._num_parts:05d}.parquet"
+            unfit = [number for number, group in finished.items() if group is None]
+            write_trajectories(part, filter(None, finished.values()), made_of={"unfit": unfit})
+            self._num_parts += 1
+
+
+def demonstrations(config: RunConfig, *, taught: TaughtAttempts | None = None) -> Demonstrations:
     """Returns the trajectories that the warm start of this config imitates; the same seed gives the same ones of a
-    script.
+    script. A teacher's attempts go to `taught`.
 
     Raises ConfigError when there are none, and when the synthetic world has too few questions.
     """
     wanted = config.warm_start
     assert wanted is not None, "demonstrations are for a config with a warm_start"
-    clean = list(islice(_clean(config), wanted.num_clean_trajectories + wanted.num_held_out))
+    clean = list(islice(_clean(config, taught), wanted.num_clean_trajectories + wanted.num_held_out))
     held_out, clean = clean[: wanted.num_held_out], clean[wanted.num_held_out :]
     noisy = []
     if wanted.scripted and wanted.num_noisy_trajectories:
@@ -79,7 +104,7 @@ def demonstrations(config: RunConfig) -> Demonstrations:
     return Demonstrations(clean=clean, noisy=noisy, held_out=held_out)
 
 
-def _clean(config: RunConfig) -> Iterator[Group]:
+def _clean(config: RunConfig, taught: TaughtAttempts | None) -> Iterator[Group]:
     """Returns good trajectories, one per group, from wherever the config says."""
     wanted = config.warm_start
     assert wanted is not None, "demonstrations are for a config with a warm_start"
@@ -87,9 +112,8 @@ def _clean(config: RunConfig) -> Iterator[Group]:
         return _good(_recorded(config, wanted.trajectories), wanted.metric, wanted.min_score)
     if wanted.teacher is not None:
         endpoint = _teacher(config)
-        groups = played(
-            config, read_questions(config.data.train, columns=config.data.columns), lambda *_: endpoint, name="teacher"
-        )
+        questions = read_questions(config.data.train, columns=config.data.columns)
+        groups = played(config, questions, lambda *_: endpoint, name="teacher", kept=taught)
         return _good(groups, wanted.metric, wanted.min_score)
     count = wanted.num_clean_trajectories + wanted.num_held_out
     questions = _questions(config, count, seed=config.seed + 1)
@@ -225,8 +249,16 @@ def _teacher(config: RunConfig) -> GenerateFn:
     return endpoint.generate
 
 
-def played(config: RunConfig, questions: Iterable[Question], generate: MakeGenerate, *, name: str) -> Iterator[Group]:
+def played(
+    config: RunConfig,
+    questions: Iterable[Question],
+    generate: MakeGenerate,
+    *,
+    name: str,
+    kept: TaughtAttempts | None = None,
+) -> Iterator[Group]:
     """Plays one scored attempt at every question that fits the budget, in order, `TRAJECTORIES_AT_ONCE` at a time.
+    Attempts in `kept` are not played again, and finished ones go there, also when another one fails.
 
     All of them run in one event loop, in a separate thread: a notebook's main thread has a running one, and the
     connections of a teacher belong to the loop that they were made in.
@@ -241,6 +273,14 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
         search = BatchingRetriever(retriever, config.retrieval, max_batch=together).search
 
     async def attempt(i: int, question: Question) -> Group | None:
+        for pause in islice(retry_pauses(), config.stream.num_attempts - 1):
+            try:
+                return await play(i, question)
+            except ServiceFault:
+                await asyncio.sleep(pause)
+        return await play(i, question)
+
+    async def play(i: int, question: Question) -> Group | None:
         group_id = f"{name}/{i}"
         renderer = drawn_variant(renderers, config, group_id)
         agent = config.agent_spec.agent(renderer, generate=generate(question, group_id), search=search)
@@ -257,13 +297,30 @@ def played(config: RunConfig, questions: Iterable[Question], generate: MakeGener
             return None
         return replace(group, trajectories=[_with_one_recall(each) for each in group.trajectories])
 
-    async def attempts(batch: Sequence[tuple[int, Question]]) -> list[Group | None]:
-        return await asyncio.gather(*(attempt(i, question) for i, question in batch))
+    async def attempts(batch: Sequence[tuple[int, Question]]) -> tuple[dict[int, Group | None], BaseException | None]:
+        """Returns the finished attempts by number, and the first error, at which the others are cancelled."""
+        tasks = {i: asyncio.create_task(attempt(i, question)) for i, question in batch}
+        if tasks:
+            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+        ended = {i: task for i, task in tasks.items() if task.done()}
+        for task in tasks.values():
+            task.cancel()
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+        errors = [error for task in ended.values() if (error := task.exception()) is not None]
+        finished = {i: task.result() for i, task in ended.items() if task.exception() is None}
+        return finished, next(iter(errors), None)
 
     numbered = iter(enumerate(questions))
+    known = {} if kept is None else kept.finished
     with closing, start_blocking_portal(name="demonstrations") as portal:
         while batch := list(islice(numbered, TRAJECTORIES_AT_ONCE)):
-            yield from (group for group in portal.call(attempts, batch) if group is not None)
+            finished, error = portal.call(attempts, [(i, question) for i, question in batch if i not in known])
+            if kept is not None:
+                kept.add(finished)
+            if error is not None:
+                raise error
+            made = known | finished
+            yield from (group for i, _ in batch if (group := made[i]) is not None)
 
 
 def _retriever(config: RetrievalConfig, closing: ExitStack) -> Searcher:

@@ -28,7 +28,7 @@ from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
 from mempipe.types import Group, TrainingSample
-from pipelines.demonstrations import Demonstrations, demonstrations
+from pipelines.demonstrations import Demonstrations, TaughtAttempts, demonstrations
 
 CALL_S = 10.0
 """Seconds that a call of the learners should take: progress is shown after each."""
@@ -66,14 +66,15 @@ def warm_start_folder(run: Run) -> Path:
 
 def recorded_demonstrations(run: Run, config: RunConfig) -> Demonstrations:
     """Returns the demonstrations. They are kept as files (`mempipe trace` shows them), so that a resumed warm start
-    uses the same ones."""
+    uses the same ones, and a teacher's finished attempts as well while others are missing."""
     reached("demonstrations")
     folder = run.folder / "demonstrations"
     if not (folder / "held_out.parquet").exists():  # written last
         with waiting("writing the demonstrations of the warm start"):
-            made = demonstrations(config)
+            made = demonstrations(config, taught=TaughtAttempts(folder / "taught"))
         for part in PARTS:
             write_trajectories(folder / f"{part}.parquet", getattr(made, part))
+        shutil.rmtree(folder / "taught", ignore_errors=True)
     return Demonstrations(**{part: read_trajectories(folder / f"{part}.parquet") for part in PARTS})
 
 

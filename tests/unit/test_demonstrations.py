@@ -12,6 +12,7 @@ import signal
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.results import ResultFolder, result_row
+from mempipe.faults import ServiceFault
 from mempipe.loader import parse_config
 from mempipe.masking.demonstrations import (
     KNOWS_NOTHING,
@@ -51,7 +53,7 @@ from mempipe.stop import Interrupted, StopRequest
 from mempipe.types import Evidence, Group, Passage, Question
 from pipelines import demonstrations as demonstrations_module
 from pipelines import warm_start
-from pipelines.demonstrations import demonstrations
+from pipelines.demonstrations import TaughtAttempts, demonstrations
 
 RIVERS = ("Amber", "Birch", "Cedar", "Dover", "Elm", "Fenn", "Grove", "Heath")
 PASSAGES = [
@@ -156,6 +158,40 @@ def test_a_teacher_plays_batch_after_batch_over_the_same_connections(config, mon
         )
     assert len(taught.clean) == 6 and len(taught.held_out) == 2
     assert len(asked) >= 8
+
+
+def test_a_teachers_finished_attempts_are_kept_and_not_played_again(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(demonstrations_module, "TRAJECTORIES_AT_ONCE", 3)
+    long = dataclasses.replace(QUESTIONS[1], text="long " * 400)
+    write_questions(tmp_path / "train.parquet", [QUESTIONS[0], long, *QUESTIONS[2:]])
+    ok, refused = says({"choices": [{"text": "I do not know.", "finish_reason": "stop"}]}), says({}, status=400)
+    wanted = {"min_score": 0.0, "num_clean_trajectories": 5, "num_noisy_trajectories": 0}
+
+    def start(run: Run | None, answers: list[Any]) -> Run:
+        with start_blocking_portal() as portal, portal.wrap_async_context_manager(faulty(answers)) as (url, _):
+            teacher = {"url": url, "model": "m", "max_concurrency": 1, "timeout_s": 5}
+            taught = with_warm_start(config, teacher=teacher, **wanted)
+            run = run or Run(taught)
+            try:
+                warm_start.recorded_demonstrations(run, taught)
+            except ServiceFault:
+                assert answers[-1] is refused
+            return run
+
+    run = start(None, [ok] * 4 + [refused])
+    parts = run.folder / "demonstrations" / "taught"
+    before = TaughtAttempts(parts).finished
+    assert {0, 1, 2} <= before.keys() and len(before) < 8
+    start(run, [ok, ok, refused, ok])
+    assert not parts.exists()
+    shown = [read_trajectories(parts.parent / f"{part}.parquet") for part in ("held_out", "clean")]
+    groups = {group.question.id: group for part in shown for group in part}
+    assert list(groups) == ["q0", *(f"q{i}" for i in range(2, 8))]
+    for number, group in before.items():
+        assert (group is None) == (number == 1)
+        if group is not None:
+            again, (played,) = groups[f"q{number}"].trajectories[0], group.trajectories
+            assert [c.generate_seconds for c in again.contexts] == [c.generate_seconds for c in played.contexts]
 
 
 def test_recorded_trajectories_are_imitated_when_they_scored(config, tmp_path):
