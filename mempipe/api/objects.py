@@ -7,8 +7,10 @@ a module that reads it.
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
+import itertools
 import os
 import re
 import sys
@@ -32,6 +34,8 @@ globals().update(cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_by
 '''
 """The text never changes: Python takes compiled code for that of a newer text of the same size and second, so the
 objects are in a separate file."""
+_PREFIX = "passed_to_"
+_loads = itertools.count(1)
 
 
 def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> dict[str, Any]:
@@ -76,7 +80,7 @@ class _Passed:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._module = "passed_to_" + (re.sub(r"\W", "_", folder.name) if folder is not None else "load")
+        self._module = _module_in(folder) if folder is not None else f"{_PREFIX}load_{next(_loads)}"
         self._objects: dict[str, Any] = {}
 
     def name(self, value: object, *, setting: str) -> str:
@@ -121,14 +125,26 @@ class _Passed:
         _importable(folder.absolute())
 
 
+def _module_in(folder: Path) -> str:
+    """Returns the name of a run's module. No other folder has it, so that a process may train several runs.
+
+    A run that has a module keeps its name, also when its folder was moved: a resumed run has the settings that it was
+    started with.
+    """
+    for module in sorted((folder / "python").glob(f"{_PREFIX}*.py")):
+        return module.stem
+    place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
+    return _PREFIX + re.sub(r"\W", "_", folder.name) + f"_{place}"
+
+
 def _importable(folder: Path) -> None:
-    """Lets this process and the workers that it starts import from a folder."""
-    place = str(folder)
-    if place not in sys.path:
-        sys.path.append(place)
-    before = os.environ.get("PYTHONPATH", "")
-    if place not in before.split(os.pathsep):
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [before, place]))
+    """Lets this process and the workers that it starts import from a folder, and from it first: a copy of a run has
+    the module's name too.
+    """
+    place, before = str(folder), os.environ.get("PYTHONPATH", "")
+    paths = before.split(os.pathsep) if before else []
+    sys.path[:] = [place, *(path for path in sys.path if path != place)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([place, *(path for path in paths if path != place)])
     importlib.invalidate_caches()
 
 

@@ -125,6 +125,12 @@ def test_objects_of_a_module_are_named_by_it():
     assert settings["reward"] is brief  # what was given stays as it is
 
 
+def in_a_worker(name: str) -> str:
+    """Calls a reward in a process that this one starts."""
+    code = f"from mempipe.user_code import load_user_object as load; print(load({name!r}, setting='s')(None, None))"
+    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+
+
 def test_an_object_without_a_module_is_one_that_other_processes_import(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "/somewhere")
@@ -132,11 +138,9 @@ def test_an_object_without_a_module_is_one_that_other_processes_import(tmp_path,
     half = lambda trajectory, question: weight  # noqa: E731  # as in a notebook: no module, and a value around it
     named = with_names({"reward": {"function": half}}, folder=tmp_path / "my-run")
     name = named["reward"]["function"]
-    assert name.startswith("passed_to_my_run:")
+    assert name.startswith("passed_to_my_run_")
     assert load_user_object(name, setting="reward.function")(None, None) == 0.5
-    code = f"from mempipe.user_code import load_user_object as load; print(load({name!r}, setting='s')(None, None))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path.cwd())
-    assert done.stdout == "0.5\n", done.stderr
+    assert in_a_worker(name) == "0.5\n"
 
 
 def test_another_object_takes_the_place_of_the_one_before(tmp_path, monkeypatch):
@@ -146,6 +150,34 @@ def test_another_object_takes_the_place_of_the_one_before(tmp_path, monkeypatch)
     for value in (1.0, 2.0):
         named = with_names({"reward": {"function": lambda *_, value=value: value}}, folder=tmp_path / "again")
         assert load_user_object(named["reward"]["function"], setting="s")() == value
+
+
+def reward_of(value: float, folder: Path | None) -> str:
+    return with_names({"reward": lambda *_: value}, folder=folder)["reward"]["function"]
+
+
+@pytest.mark.parametrize("earlier", [None, "passed_to_run"])
+def test_runs_of_one_process_keep_their_own_objects(tmp_path, monkeypatch, earlier):
+    """`earlier` is the module's name in runs of an earlier version, which they keep when they are resumed."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("PYTHONPATH", "")
+    folders, names = [tmp_path / part / "run" for part in "ab"], []
+    for value, folder in enumerate(folders):
+        if earlier:
+            (folder / "python").mkdir(parents=True)
+            (folder / f"python/{earlier}.py").touch()
+        names.append(reward_of(value, folder))
+        assert load_user_object(names[-1], setting="s")(None, None) == value
+        assert in_a_worker(names[-1]) == f"{value}\n"
+        assert not earlier or names[-1].startswith(f"{earlier}:")
+    assert [load_user_object(name, setting="s")() for name in names] == ([1, 1] if earlier else [0, 1])
+    moved = folders[0].rename(tmp_path / "moved")
+    assert reward_of(2, moved) == names[0] and in_a_worker(names[0]) == "2\n"
+
+
+def test_agents_of_one_process_keep_their_own_objects():
+    names = [reward_of(value, None) for value in (1, 2)]
+    assert [load_user_object(name, setting="s")() for name in names] == [1, 2]
 
 
 def asks_briefly(trajectory: Trajectory, question: Question) -> list[float | None]:
@@ -176,6 +208,8 @@ def test_a_reward_of_this_process_trains(job, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(brief, "__module__", "__main__")
     run = mempipe.train(job.settings(), reward=brief)
-    assert run.config.reward.function == "passed_to_run:brief"
+    module, _, name = run.config.reward.function.partition(":")
+    assert module.startswith("passed_to_run_") and name == "brief"
     assert load_config(run.folder / "config.yaml").reward.function == run.config.reward.function
-    assert isinstance(sys.modules["passed_to_run"], ModuleType)
+    assert isinstance(sys.modules[module], ModuleType)
+    assert mempipe.train(job.settings(), reward=brief, resume=True).config.reward == run.config.reward
