@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from mempipe.user_code import UserCodeError
 TOKENIZER = build_tokenizer()
 TOOL: Any = {"type": "function", **LOOKUP["function"]}
 CALL = '<tool_call>\n{"name": "lookup", "arguments": {"place": "%s"}}\n</tool_call>'
+DEEP = "[" * 600 + "]" * 600
+NESTED = f'{{"input": "a", "tools": [{{"type": "function", "name": "f", "x": {DEEP}}}]}}'
 
 
 async def play(script: list[str], program: Callable[..., Any], **budget: Any) -> Trajectory:
@@ -129,3 +132,48 @@ async def test_what_is_not_taken_is_refused_by_name(asked, words):
     with pytest.raises(UserCodeError) as refused:
         await play([], program)
     assert "Error code: 400" in str(refused.value) and words in str(refused.value)
+
+
+async def post(client: Any, path: str, body: str) -> Any:
+    return await client._client.post(f"{client.base_url}{path}", content=body, headers=client.auth_headers)
+
+
+async def test_half_a_character_is_replaced_wherever_a_program_sends_it():
+    """As a JavaScript program does that cuts a text inside an emoji."""
+    half = "known \ud83d"
+    bodies = {
+        "chat/completions": {"messages": [{"role": "user", "content": half}], "metadata": {"memory": half}},
+        "responses": {"input": half, "instructions": half, "metadata": {"memory": half, half: "1"}},
+    }
+
+    async def program(question: str, client: Any, search: Any) -> str:
+        for path, body in bodies.items():
+            reply = await post(client, path, json.dumps(body))
+            assert reply.status_code == 200, reply.text
+        assert reply.json()["instructions"] == "known \ufffd" and reply.json()["metadata"]["known \ufffd"] == "1"
+        return "half \ud83d"
+
+    played = await play(["Paris", "Rome"], program, memory_tokens=64)
+    assert [context.memory_before for context in played.contexts] == ["known \ufffd"] * 2
+    assert played.answer == "half \ufffd"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "words"),
+    [
+        ("responses", '{"input": "a", "previous_response_id": ["x"]}', "previous_response_id is ['x']; no response"),
+        ("responses", NESTED, "nested too deeply"),
+        ("responses", "[" * 100_000, "nested too deeply"),
+        ("chat/completions", '{"messages": ' + DEEP + "}", "a message has the role None"),
+        ("chat/completions", '{"messages": [], "seed": 1e999}', "the number Infinity, which JSON does not have"),
+        ("search", '{"query": NaN}', "the number NaN"),
+        ("search", '{"query": ', "Expecting value"),
+    ],
+)
+async def test_a_malformed_body_is_refused_and_the_attempt_goes_on(path, body, words):
+    async def program(question: str, client: Any, search: Any) -> str:
+        reply = await post(client, path, body)
+        assert reply.status_code == 400 and words in reply.json()["error"]["message"], reply.text
+        return (await client.responses.create(model="policy", input=question)).output_text
+
+    assert (await play(["Paris"], program)).answer == "Paris"

@@ -9,7 +9,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import uvicorn
@@ -23,6 +23,7 @@ from mempipe.agents.program import responses
 from mempipe.agents.program.chat_completions import events
 from mempipe.agents.program.gateway import AttemptOver, Gateway
 from mempipe.agents.program.rendering import Refused
+from mempipe.text import replace_surrogates
 
 _AT_LIMIT = "attempt_over"
 """The code of an error that ends the attempt, not the run."""
@@ -74,12 +75,14 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
             if not hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode()):
                 return _error(401, "the key is not that of this attempt; it is in OPENAI_API_KEY")
             try:
-                body = json.loads(await request.body()) if method == "POST" else None
+                body = _body(await request.body()) if method == "POST" else None
                 return await _unless_gone(request, answer(body))
             except AttemptOver as over:
                 return _error(400, str(over), code=_AT_LIMIT)
             except (Refused, json.JSONDecodeError, UnicodeDecodeError) as refused:
                 return _error(400, str(refused))
+            except RecursionError:
+                return _error(400, "the body is nested too deeply")
             except Exception as error:
                 gateway.fail(error)
                 return _error(503, "the policy cannot be asked now")
@@ -87,15 +90,18 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
         return Route(path, endpoint, methods=[method])
 
     async def complete(body: Any) -> Response:
-        request = gateway.read(body)
+        with _refusing():
+            request = gateway.read(body)
         completion = await gateway.complete(request)
         if not request.streams:
             return JSONResponse(completion)
         return Response("".join(events(completion, with_usage=request.streams_usage)), media_type="text/event-stream")
 
     async def respond(body: Any) -> Response:
-        asked, messages = responses.chat_request(body, earlier)
-        completion = await gateway.complete(gateway.read(asked))
+        with _refusing():
+            asked, messages = responses.chat_request(body, earlier)
+            request = gateway.read(asked)
+        completion = await gateway.complete(request)
         made = responses.response(completion, body)
         earlier[made["id"]] = [*messages, completion["choices"][0]["message"]]
         if not body.get("stream"):
@@ -134,6 +140,27 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
         Route("/{path:path}", elsewhere, methods=["GET", "POST", "DELETE"]),
     ]
     return Starlette(routes=routes)
+
+
+def _body(data: bytes) -> Any:
+    """Returns the body of a request, with U+FFFD for each half of a character: a JavaScript program may cut a text
+    inside an emoji, and UTF-8 cannot hold that.
+    """
+    text = json.dumps(json.loads(data), ensure_ascii=False)
+    return json.loads(replace_surrogates(text), parse_constant=_refuse_constant)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise Refused(f"the body has the number {name}, which JSON does not have")
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """Refuses a request with a value of another type than its field has."""
+    try:
+        yield
+    except TypeError as error:
+        raise Refused(f"the body is not a request: {error}") from error
 
 
 async def _unless_gone(request: Request, answer: Awaitable[Response]) -> Response:

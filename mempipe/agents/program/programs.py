@@ -79,7 +79,7 @@ class FunctionProgram:
             answer = await self.function(replace_surrogates(question.text), client, gateway.search, **more)
             if answer is not None and not isinstance(answer, str):
                 raise TypeError(f"it returned {answer!r}; expected a text or None")
-        return answer
+        return None if answer is None else replace_surrogates(answer)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ def _earlier(request: Mapping[str, Any], earlier: Mapping[str, Messages]) -> Mes
     previous = request.get("previous_response_id")
     if previous is None:
         return []
-    if previous not in earlier:
+    if not isinstance(previous, str) or previous not in earlier:
         raise Refused(f"previous_response_id is {previous!r:.100}; no response of the policy in this attempt has it")
     return earlier[previous]
 
