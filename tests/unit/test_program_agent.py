@@ -348,6 +348,34 @@ async def test_a_limit_that_a_framework_wraps_is_the_limit():
     assert (played.end_reason, played.answer) == (EndReason.MAX_TURNS, None)
 
 
+@pytest.mark.parametrize("is_broken", [False, True])
+async def test_a_limit_of_tasks_side_by_side_is_the_limit(is_broken):
+    async def one(client: AsyncOpenAI, number: int) -> str:
+        try:
+            await asyncio.sleep(60 * (is_broken and number == 3))
+        except asyncio.CancelledError:
+            raise KeyError("its own") from None
+        return await ask(client, [user(str(number))])
+
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        async with asyncio.TaskGroup() as outer:
+
+            async def inner() -> None:
+                async with asyncio.TaskGroup() as tasks:
+                    for number in range(4):
+                        tasks.create_task(one(client, number))
+
+            outer.create_task(inner())
+        return question
+
+    if is_broken:
+        with pytest.raises(UserCodeError, match="ExceptionGroup"):
+            await play(["a", "b"], program, max_turns=2)
+        return
+    played, _, _ = await play(["a", "b"], program, max_turns=2)
+    assert (played.end_reason, played.answer) == (EndReason.MAX_TURNS, None)
+
+
 async def test_a_reply_may_be_sent_back_as_the_object_that_it_is():
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
         messages: list[Any] = [user(question)]

@@ -53,9 +53,13 @@ async def listening(gateway: Gateway) -> AsyncIterator[tuple[str, str]]:
 
 
 def is_of_limit(error: BaseException | None) -> bool:
-    """Returns whether the error, or one that led to it, is the gateway's reply that the attempt is over."""
+    """Returns whether the error, or one that led to it, is the gateway's reply that the attempt is over. Of errors that
+    were raised together (asyncio.TaskGroup) all must be: the others could be the program's own.
+    """
     while error is not None:
         if isinstance(error, APIStatusError) and error.code == _AT_LIMIT:
+            return True
+        if isinstance(error, BaseExceptionGroup) and all(map(is_of_limit, error.exceptions)):
             return True
         error = error.__cause__ or error.__context__
     return False
