@@ -298,6 +298,34 @@ async def test_a_request_that_the_program_gives_up_is_no_context():
     assert_token_exact(played.contexts, engine)
 
 
+async def test_a_request_that_is_given_up_uses_up_no_message_and_one_under_way_does():
+    ids, refused = [], []
+
+    async def create(client: AsyncOpenAI, text: str) -> None:
+        reply = await client.chat.completions.create(model="policy", messages=[{"role": "user", "content": text}])
+        ids.append(reply.id)
+
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ask(client, [user("slow")]), 0.05)
+        await create(client, "a")
+        slow = asyncio.create_task(ask(client, [user("slow")]))
+        await asyncio.sleep(0.05)
+        with pytest.raises(APIStatusError) as error:
+            await create(client, "b")
+        refused.append(error.value.code)
+        slow.cancel()
+        await asyncio.wait({slow})
+        await create(client, "c")
+        return "Paris"
+
+    engine = ScriptedEngine(TOKENIZER, ["one", "two"])
+    played, _, _ = await play([], program, generate=silent_if_slow(engine), max_turns=2)
+    assert (played.answer, len(played.contexts), refused) == ("Paris", 2, ["attempt_over"])
+    assert len(set(ids)) == 2
+
+
 async def test_a_program_may_use_langchain():
     async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
         model: Any = ChatOpenAI(model="policy", async_client=client.chat.completions, api_key=SecretStr("none"))

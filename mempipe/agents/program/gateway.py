@@ -70,6 +70,7 @@ class Gateway:
     _replies: dict[str, list[int]] = field(default_factory=dict)
     _calls: dict[str, Calls] = field(default_factory=dict)
     _num_messages: int = 0
+    _num_sampling: int = 0
     _early_searches: list[Search] = field(default_factory=list)
     _running: set[asyncio.Task[Any]] = field(default_factory=set)
     _closed: bool = False
@@ -105,7 +106,7 @@ class Gateway:
 
     async def _complete(self, request: ChatRequest) -> dict[str, Any]:
         budget = self.renderer.budget
-        if self._num_messages == budget.max_turns:
+        if self._num_messages + self._num_sampling == budget.max_turns:
             raise self._ended(
                 EndReason.MAX_TURNS,
                 f"budget.max_turns is {budget.max_turns}, and the policy has written as many messages",
@@ -120,11 +121,10 @@ class Gateway:
                 f"the messages have {num_prompt_tokens} tokens, and budget.context_tokens is {budget.context_tokens}",
             )
         self._take_memory(request.memory, turn, opens=not start)
-        self._num_messages += 1
-        number = self._num_messages
         turn.inject(added)
         if start:
             self._open.remove(context)  # until it has its reply
+        self._num_sampling += 1
         try:
             limit = min(budget.action_tokens, room, request.max_tokens or room)
             message = await self.sample(turn, max_tokens=limit, stop_texts=request.stop_texts)
@@ -133,6 +133,10 @@ class Gateway:
                 turn.cut(start)
                 self._open.append(context)
             raise
+        finally:
+            self._num_sampling -= 1
+        self._num_messages += 1
+        number = self._num_messages
         if start:
             turn.num_observation_tokens += len(added)
         else:
