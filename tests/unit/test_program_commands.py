@@ -102,11 +102,10 @@ async def test_the_openai_client_finds_the_policy_by_itself(tmp_path):
 
 
 async def test_attempts_at_the_same_time_keep_their_requests_apart(command):
+    """Their processes have a limit together, also under other budgets."""
     program = command("print(ask(sys.stdin.read()))")
-    config = load_config(
-        EXAMPLE,
-        ["agent.name=program", f"agent.program={program}", "warm_start=null", "agent.max_processes=2"],
-    )
+    settings = ["agent.name=program", f"agent.program={program}", "warm_start=null", "agent.max_processes=2"]
+    configs = [load_config(EXAMPLE, [*settings, f"budget.max_turns={turns}"]) for turns in range(5, 10)]
     running, most, two = 0, 0, asyncio.Event()
 
     async def generate(token_ids: list[int], *, max_tokens: int) -> Completion:
@@ -119,10 +118,13 @@ async def test_attempts_at_the_same_time_keep_their_requests_apart(command):
         running -= 1
         return await ScriptedEngine(TOKENIZER, ["Paris"])(token_ids, max_tokens=max_tokens)
 
-    agent = make_agent(config, tokenizer=TOKENIZER, generate=generate, search=Library())
+    agents = [make_agent(config, tokenizer=TOKENIZER, generate=generate, search=Library()) for config in configs]
     questions = [build_question(id=f"q-{place}", text=f"Question {place}?") for place in range(5)]
     played = await asyncio.gather(
-        *(agent.rollout(question, trajectory_id="t", group_id="g", member=0) for question in questions)
+        *(
+            agent.rollout(question, trajectory_id="t", group_id="g", member=0)
+            for agent, question in zip(agents, questions, strict=True)
+        )
     )
     assert most == 2
     for question, trajectory in zip(questions, played, strict=True):

@@ -11,10 +11,10 @@ import signal
 import time
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from tempfile import TemporaryFile
 from typing import IO, Any, Protocol, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakValueDictionary
 
 from openai import AsyncOpenAI
 
@@ -30,6 +30,11 @@ _KEPT_BYTES = 64 * 1024
 """The end of a command's output that is read."""
 _SHOWN_CHARS = 2000
 """The end of a command's errors that is shown."""
+_PLACES: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, tuple[str, ...], int], asyncio.Semaphore] = (
+    WeakValueDictionary()
+)
+"""Places for the processes of a command, by event loop, command and limit. Each budget has another renderer, and all
+share the places, which are kept while an attempt runs or waits."""
 
 
 class ProgramStopped(InfrastructureFault):
@@ -92,10 +97,10 @@ class CommandProgram:
     command: list[str]
     timeout_s: float
     max_processes: int
-    _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(default_factory=WeakKeyDictionary)
 
     async def answer(self, question: Question, gateway: Gateway) -> str | None:
-        places = self._places.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.max_processes))
+        asked_by = (asyncio.get_running_loop(), tuple(self.command), self.max_processes)
+        places = _PLACES.setdefault(asked_by, asyncio.Semaphore(self.max_processes))
         with TemporaryFile() as asked, TemporaryFile() as output, TemporaryFile() as errors:
             asked.write(f"{replace_surrogates(question.text)}\n".encode())
             asked.seek(0)
