@@ -92,7 +92,7 @@ class Plan:
 
 class CachedPrompts:
     """Counts the tokens of the prompts that the engine's prefix cache held, each token once: what a message adds to
-    the context of the one before it, and not that context again.
+    the context that it continues, and not that context again. An attempt may have several contexts side by side.
     """
 
     def __init__(self) -> None:
@@ -100,16 +100,29 @@ class CachedPrompts:
 
     def reader(self) -> Callable[[Sequence[int], Completion], None]:
         """Returns the function that counts the calls of one attempt, in their order."""
-        context: list[int] = []
+        contexts: list[tuple[int, int, int]] = []  # not their tokens: a long document has many
 
         def count(prompt: Sequence[int], completion: Completion) -> None:
-            nonlocal context
-            prompt = list(prompt)
-            added = len(prompt) - (len(context) if prompt[: len(context)] == context else 0)
-            self.num_tokens += max(added - (len(prompt) - completion.num_cached_tokens), 0)
-            context = prompt + list(completion.token_ids)
+            prompt = tuple(prompt)
+            continued = max((context for context in contexts if _begins_with(prompt, context)), default=None)
+            known = 0
+            if continued is not None:
+                contexts.remove(continued)
+                known = continued[0]
+            self.num_tokens += max(completion.num_cached_tokens - known, 0)
+            contexts.append(_summary(prompt + tuple(completion.token_ids)))
 
         return count
+
+
+def _summary(context: tuple[int, ...]) -> tuple[int, int, int]:
+    """Returns the length, the last token and the hash of a context."""
+    return len(context), context[-1], hash(context)
+
+
+def _begins_with(prompt: tuple[int, ...], context: tuple[int, int, int]) -> bool:
+    length, last, _ = context
+    return length <= len(prompt) and prompt[length - 1] == last and _summary(prompt[:length]) == context
 
 
 class Answering:

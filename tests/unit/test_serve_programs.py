@@ -14,8 +14,10 @@ from openai import AsyncOpenAI
 from scripted_play import tiny_tokenizer
 from service_builders import QUESTIONS, Service, build_service, running
 
+from mempipe.answers.answering import CachedPrompts
 from mempipe.loader import load_config
 from mempipe.serve.http.keys import new_key
+from mempipe.types import Completion, FinishReason
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "program_agent" / "config.yaml"
 AGENT = "program_agent.agent"
@@ -139,3 +141,28 @@ def test_an_error_of_the_program_is_told_to_its_owner_alone(tmp_path, capfd, cap
     assert (FAULT in reply.text) == (not keys)
     assert ("the service failed; its log says why" in reply.text) == bool(keys)
     assert FAULT in caplog.text + capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("prompts", "cached"),
+    [
+        (["abc", "abcXde", "abcXdeXfg"], 2 + 1 + 1),
+        (["abc", "abd", "abcXef", "abdXef"], 2 + 2 + 1 + 1),  # side by side
+        (["abc", "abc", "abcXde", "abcXde"], 2 + 2 + 1 + 1),  # equal ones
+        (["abc", "abcXde", "abcXfg"], 2 + 1 + 5),  # a branch is a context that counts whole
+    ],
+)
+def test_each_cached_token_counts_once_in_whatever_context(prompts, cached):
+    """Of each prompt all tokens but the last are cached; the policy always writes X."""
+    counted = CachedPrompts()
+    count = counted.reader()
+    for prompt in prompts:
+        said = Completion(
+            token_ids=[ord("X")],
+            logprobs=[0.0],
+            finish_reason=FinishReason.STOP,
+            policy_version=0,
+            num_cached_tokens=len(prompt) - 1,
+        )
+        count([ord(letter) for letter in prompt], said)
+    assert counted.num_tokens == cached
