@@ -33,8 +33,8 @@ def rendered(played: Trajectory) -> list[str]:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("by_id", [False, True])
-async def test_calls_and_results_stay_in_the_context(stream, by_id):
+@pytest.mark.parametrize("sent_back", ["by id", "calls, then results", "each call with its result"])
+async def test_calls_and_results_stay_in_the_context(stream, sent_back):
     async def respond(client: AsyncOpenAI, **asked: Any) -> Any:
         if not stream:
             return await client.responses.create(model="policy", tools=[TOOL], instructions="Be brief.", **asked)
@@ -54,10 +54,12 @@ async def test_calls_and_results_stay_in_the_context(stream, by_id):
         results = [
             {"type": "function_call_output", "call_id": call.call_id, "output": "A city."} for call in (first, second)
         ]
-        if by_id:
+        if sent_back == "by id":
             reply = await respond(client, input=results, previous_response_id=reply.id)
         else:
             sent = [item.model_dump(exclude={"parsed_arguments", "status"}) for item in reply.output]
+            if sent_back == "each call with its result":
+                sent[2:], results = [results[0], sent[2]], results[1:]
             reply = await respond(client, input=[{"role": "user", "content": question}, *sent, *results])
         return reply.output_text
 
@@ -74,6 +76,19 @@ async def test_calls_and_results_stay_in_the_context(stream, by_id):
         *({"role": "tool", "content": "A city."} for _ in calls),
     ]
     assert rendered(played) == [TOKENIZER.render_chat(chat, add_generation_prompt=True, tools=[LOOKUP]) + "Both are."]
+
+
+async def test_calls_of_two_replies_stay_two_messages():
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        items: list[Any] = [{"role": "user", "content": question}]
+        for _ in range(2):
+            (call,) = (await client.responses.create(model="policy", tools=[TOOL], input=items)).output
+            result = {"type": "function_call_output", "call_id": call.call_id, "output": "A city."}
+            items += [call.model_dump(exclude={"status"}), result]
+        return (await client.responses.create(model="policy", tools=[TOOL], input=items)).output_text
+
+    played = await play([CALL % "Paris", CALL % "Rome", "Both are."], program)
+    assert played.answer == "Both are." and len(played.contexts) == 1
 
 
 async def test_parts_and_roles_are_read_and_a_memory_is_stated():
@@ -162,6 +177,7 @@ async def test_half_a_character_is_replaced_wherever_a_program_sends_it():
     ("path", "body", "words"),
     [
         ("responses", '{"input": "a", "previous_response_id": ["x"]}', "previous_response_id is ['x']; no response"),
+        ("responses", '{"input": [{"type": "function_call", "call_id": ["x"]}]}', "the body is not a request"),
         ("responses", NESTED, "nested too deeply"),
         ("responses", "[" * 100_000, "nested too deeply"),
         ("chat/completions", '{"messages": ' + DEEP + "}", "a message has the role None"),

@@ -103,7 +103,7 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
 
     async def respond(body: Any) -> Response:
         with _refusing():
-            asked, messages = responses.chat_request(body, earlier)
+            asked, messages = responses.chat_request(body, earlier, gateway.calls)
             request = gateway.read(asked)
         completion = await gateway.complete(request)
         made = responses.response(completion, body)

@@ -63,12 +63,13 @@ class Gateway:
     """The limit that a request has met. The attempt ends by it, unless the program has an answer."""
     fault: Exception | None = None
     """The error of engine or search that a request has met, also if the program has caught it."""
+    calls: dict[str, Calls] = field(default_factory=dict)
+    """The replies with calls of tools, by the id of each call."""
     memories: StatedMemories = field(default_factory=StatedMemories)
     on_fault: Callable[[], object] = lambda: None
     """Called when `fault` is set."""
     _open: list[Open] = field(default_factory=list)
     _replies: dict[str, list[int]] = field(default_factory=dict)
-    _calls: dict[str, Calls] = field(default_factory=dict)
     _num_messages: int = 0
     _num_sampling: int = 0
     _early_searches: list[Search] = field(default_factory=list)
@@ -80,7 +81,7 @@ class Gateway:
 
     def read(self, body: Any) -> ChatRequest:
         """Reads the body of a chat completion. Raises Refused."""
-        return read_request(body, self._calls)
+        return read_request(body, self.calls)
 
     async def complete(self, request: ChatRequest) -> dict[str, Any]:
         """Returns the chat completion. Raises AttemptOver, Refused when the model's chat template does not render the
@@ -151,7 +152,7 @@ class Gateway:
         self._open.append(Open(turn, request.tools, [*request.messages, Said("assistant", text)]))
         found = calls_in(text, request.tools, self.renderer.parse_calls) if request.tools else None
         calls = {f"call_{number}_{place}": found for place, _ in enumerate(found.functions)} if found else {}
-        self._calls |= calls
+        self.calls |= calls
         num_sampled = len(turn.token_ids) - num_prompt_tokens
         return reply(
             number,

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mempipe.agents.program.rendering import Refused
+from mempipe.agents.program.tool_calls import Calls
 
 _READ = {"input", "instructions", "tools", "previous_response_id", "stream"}
 _SAME = {"model", "tool_choice", "metadata", "temperature", "top_p", "parallel_tool_calls", "user", "store"}
@@ -24,10 +25,12 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 Messages = list[dict[str, Any]]
 
 
-def chat_request(request: Any, earlier: Mapping[str, Messages]) -> tuple[dict[str, Any], Messages]:
+def chat_request(
+    request: Any, earlier: Mapping[str, Messages], calls: Mapping[str, Calls]
+) -> tuple[dict[str, Any], Messages]:
     """Returns the body of a request as one of chat completions, and its messages without the instructions, which a
     later request does not inherit. `earlier` are the messages of the trajectory's responses by id, their replies
-    included.
+    included; `calls` are those of its replies, by the id of each call.
 
     Raises Refused when it is not a request, or asks for something that the gateway does not give.
     """
@@ -40,7 +43,7 @@ def chat_request(request: Any, earlier: Mapping[str, Messages]) -> tuple[dict[st
     known = _READ | _SAME | _RENAMED.keys() | _IGNORED
     if unknown := sorted(asked.keys() - known):
         raise Refused(f"{', '.join(unknown)}: not taken; the gateway takes {', '.join(sorted(known))}")
-    messages = [*_earlier(asked, earlier), *_messages(asked.get("input"))]
+    messages = [*_earlier(asked, earlier), *_messages(asked.get("input"), calls)]
     instructions = asked.get("instructions")
     shown = [{"role": "system", "content": instructions}, *messages] if instructions else messages
     body = {name: asked[name] for name in _SAME & asked.keys()} | {"messages": shown}
@@ -131,8 +134,10 @@ def _earlier(request: Mapping[str, Any], earlier: Mapping[str, Messages]) -> Mes
     return earlier[previous]
 
 
-def _messages(items: Any) -> Messages:
-    """Returns the items of an input as chat messages. The calls of a reply are one message, its text included."""
+def _messages(items: Any, calls: Mapping[str, Calls]) -> Messages:
+    """Returns the items of an input as chat messages. The calls of a reply are one message, its text included, also
+    where their results are between them.
+    """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
@@ -145,15 +150,27 @@ def _messages(items: Any) -> Messages:
         elif kind == "function_call":
             function = {"name": item.get("name"), "arguments": item.get("arguments")}
             call = {"id": item.get("call_id"), "type": "function", "function": function}
-            if not messages or messages[-1]["role"] != "assistant":
+            if (reply := _replied(messages, calls.get(call["id"]), calls)) is None:
                 messages.append({"role": "assistant", "content": None})
-            messages[-1].setdefault("tool_calls", []).append(call)
+                reply = messages[-1]
+            reply.setdefault("tool_calls", []).append(call)
         elif kind == "function_call_output":
             result = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _content(item.get("output"))}
             messages.append(result)
         elif kind != "reasoning":
             raise Refused(f"input has an item of the type {kind!r:.100}; the gateway takes messages, calls and results")
     return messages
+
+
+def _replied(messages: Messages, made: Calls | None, calls: Mapping[str, Calls]) -> dict[str, Any] | None:
+    """Returns the message that a call of the reply `made` belongs to; None if it begins one."""
+    last = next((message for message in reversed(messages) if message["role"] != "tool"), None)
+    if last is None or last["role"] != "assistant":
+        return None
+    if last is messages[-1]:
+        return last
+    is_same = made is not None and any(calls.get(call["id"]) is made for call in last.get("tool_calls", ()))
+    return last if is_same else None
 
 
 def _content(content: Any) -> Any:
