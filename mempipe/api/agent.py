@@ -36,8 +36,8 @@ T = TypeVar("T")
 class AskOptions(TypedDict, total=False):
     """Options of a question. Omitted ones are as the agent was loaded."""
 
-    partition: str
-    """The part of the corpus that is searched; "" is all of it."""
+    partition: str | None
+    """The part of the corpus that is searched; "" is all of it, None is that of the agent."""
     text: str
     """The text that the agent reads, for agents that read (memagent, memtrain, full_text)."""
     memory: str
@@ -154,7 +154,7 @@ class Agent:
                 self._portal.wrap_async_context_manager(started(served.main, service.endpoint))
             )
             """The engine and the retriever. They are used from the agent's own event loop (`run`)."""
-            self._answering = _answering(served, service, self.roles)
+            self._answering = _answering(served, service, self.roles, partition=self.partition)
             self._end = weakref.finalize(self, _end, stack.pop_all())
             """Runs once: in `close`, when nobody holds the agent any more, or when the process ends."""
 
@@ -217,7 +217,7 @@ class Agent:
         return self._portal.start_task_soon(awaited)
 
     async def _ask(self, question: str, options: AskOptions) -> Reply:
-        wanted: dict[str, Any] = {"partition": self.partition, **options, "question": question}
+        wanted: dict[str, Any] = {**options, "question": question}
         on_turn, memory = wanted.pop("on_turn", None), wanted.pop("memory", None)
 
         def emit(event: str, data: dict[str, Any]) -> None:
@@ -259,7 +259,7 @@ def _end(stack: ExitStack) -> None:
         stack.close()
 
 
-def _answering(served: ServedRun, service: AgentServiceConfig, roles: AgentRoles) -> Answering:
+def _answering(served: ServedRun, service: AgentServiceConfig, roles: AgentRoles, *, partition: str) -> Answering:
     return Answering(
         served.name,
         served.agents,
@@ -269,4 +269,5 @@ def _answering(served: ServedRun, service: AgentServiceConfig, roles: AgentRoles
         sampling=served.sampling,
         max_turns=service.max_turns,
         timeout_s=service.timeout_s,
+        partition=partition,
     )

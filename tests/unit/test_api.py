@@ -105,6 +105,21 @@ def test_the_memory_of_a_reply_is_what_the_next_question_starts_from(agent, ques
     assert first.memory and second.memory_by_turn[0] == "known nothing\nOslo"
 
 
+@pytest.mark.parametrize(
+    ("options", "searched"), [({}, "own"), ({"partition": None}, "own"), ({"partition": ""}, "all")]
+)
+def test_a_question_without_a_partition_is_about_that_of_the_agent(agent, questions, monkeypatch, options, searched):
+    search, asked = agent._answering._search, set()
+
+    async def noting(query, *, num_passages, partition):
+        asked.add(partition)
+        return await search(query, num_passages=num_passages, partition=partition)
+
+    monkeypatch.setattr(agent._answering, "_search", noting)
+    agent.ask(questions[0].text, **options)
+    assert agent.partition and asked == {{"own": agent.partition, "all": ""}[searched]}
+
+
 def test_questions_are_asked_together_and_from_an_event_loop(agent, questions):
     texts = [question.text for question in questions]
     together = agent.ask_many(texts)
