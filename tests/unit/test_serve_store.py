@@ -9,6 +9,8 @@ import resource
 import sqlite3
 import subprocess
 import sys
+import threading
+import time
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +105,58 @@ async def test_only_one_of_many_gets_a_session(tmp_path):
         *(store.sessions.claim(session.id, "ann", for_s=5) for _ in range(8)), return_exceptions=True
     )
     assert sum(not isinstance(claim, ApiError) for claim in claims) == 1
+
+
+async def test_what_is_written_at_once_is_all_there(tmp_path):
+    stores = [open_store(tmp_path), open_store(tmp_path)]  # as of two replicas
+    session, document = await stores[0].sessions.create("ann"), await stores[0].documents.create("ann")
+
+    def noting(line: str) -> Callable[[str], str]:
+        def noted(memory: str) -> str:
+            time.sleep(0.02)
+            return f"{memory}{line}"
+
+        return noted
+
+    each = [*zip("abcdefgh", stores * 4, strict=True)]
+    await asyncio.gather(*(store.sessions.change(session.id, "ann", noted=noting(name)) for name, store in each))
+    assert sorted((await stores[0].sessions.get(session.id, "ann")).memory) == [*"abcdefgh"]
+    for start in range(0, 20, 2):  # sent again while it is on its way
+        sent = (store.documents.append(document.id, "ann", b"xy", start=start) for _, store in each)
+        assert {stored.num_bytes for stored in await asyncio.gather(*sent)} == {start + 2}
+    for key in "0123456789":
+        begun = (store.replies.begin("ann", key, key) for _, store in each)
+        refusals = [refusal for refusal in await asyncio.gather(*begun, return_exceptions=True) if refusal is not None]
+        assert [getattr(refusal, "status", refusal) for refusal in refusals] == [409] * 7
+
+
+async def test_a_question_begins_with_the_memory_that_the_one_before_it_left(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    session = await store.sessions.create("ann")
+    await store.sessions.claim(session.id, "ann", for_s=60)
+    ending = threading.Thread(target=store.sessions.release_now, args=(session.id, "known"))
+
+    def end_the_question_before(*_) -> None:
+        if ending.ident is None:
+            ending.start()
+            ending.join(0.2)
+
+    monkeypatch.setattr(store.database, "check_owner", end_the_question_before)
+    assert await refused(store.sessions.claim(session.id, "ann", for_s=60)) == 409
+    await asyncio.to_thread(ending.join)
+    assert (await store.sessions.claim(session.id, "ann", for_s=60)).memory == "known"
+
+
+async def test_who_reads_waits_for_nobody_and_who_writes_not_for_ever(tmp_path, monkeypatch):
+    monkeypatch.setattr("mempipe.serve.state.database._BUSY_S", 0.1)
+    store = open_store(tmp_path)
+    session = await store.sessions.create("ann")
+    with store.database.open():  # as of another process
+        assert await store.sessions.get(session.id, "ann") == session
+        assert await refused(store.sessions.create("ann")) == 503
+    with store.database._turn:
+        assert await refused(store.sessions.create("ann")) == 503
+    await store.sessions.create("ann")
 
 
 async def test_what_is_anothers_is_not_there(tmp_path):

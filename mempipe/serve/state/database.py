@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -66,6 +67,9 @@ _COUNTED = ("sessions", "documents", "responses", "replies")
 _LEAST_FREE = 64 * 2**20
 """Bytes of the disk that stay free: what comes from outside must not fill it."""
 _FULL = "the disk of the service is full; delete documents, sessions or responses"
+_BUSY_S = 10.0
+"""Seconds that a transaction waits for those of its own process, and then for those of others."""
+_BUSY = f"the database of the service was not free within {_BUSY_S:g} s; ask again later"
 
 
 class Database:
@@ -76,13 +80,14 @@ class Database:
         of all owners `max_bytes`. Raises ConfigError when the file cannot be made.
         """
         self._path = path
+        self._turn = threading.Lock()  # without it, SQLite lets threads overtake each other for seconds
         self._reserve = Reserve(path.with_name("reserve"))
         self._lifetime_s = lifetime_s
         self._max_owner_bytes = max_owner_bytes
         self._max_bytes = max_bytes
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with self.open() as connection:
+            with self._connect() as connection:
                 connection.execute("PRAGMA journal_mode=WAL")
                 connection.executescript(_TABLES)
                 connection.execute("BEGIN IMMEDIATE")  # replicas may start at the same time
@@ -109,12 +114,23 @@ class Database:
         return self.now() + self._lifetime_s
 
     async def run(self, work: Callable[[sqlite3.Connection], T], *, frees: bool = False) -> T:
-        """Does the work in one transaction, in a thread. Raises ApiError 503 when the disk is full."""
+        """Does the work in one transaction, in a thread: nobody writes from its first read to its end. Raises ApiError
+        503 when the disk is full or others write for too long.
+        """
         return await asyncio.to_thread(self.run_now, work, frees=frees)
+
+    async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """Does work that writes nothing, in one transaction and a thread; it waits for nobody who writes."""
+
+        def read() -> T:
+            with _refusals(), self.open("BEGIN") as connection:
+                return work(connection)
+
+        return await asyncio.to_thread(read)
 
     def run_now(self, work: Callable[[sqlite3.Connection], T], *, frees: bool) -> T:
         """Does the work in one transaction; work that `frees` something may use the reserve of the disk."""
-        try:
+        with _refusals():
             try:
                 return self._once(work)
             except sqlite3.OperationalError as error:
@@ -125,19 +141,28 @@ class Database:
                     return self._once(work)
                 finally:
                     self._reserve.fill()
-        except sqlite3.OperationalError as error:
-            if not _is_full(error):
-                raise
-            raise ApiError(503, _FULL) from error
 
     def _once(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        with self.open() as connection:
-            return work(connection)
+        if not self._turn.acquire(timeout=_BUSY_S):
+            raise ApiError(503, _BUSY)
+        try:
+            with self.open() as connection:
+                return work(connection)
+        finally:
+            self._turn.release()
 
     @contextmanager
-    def open(self) -> Iterator[sqlite3.Connection]:
-        """Opens the file for one transaction."""
-        connection = sqlite3.connect(self._path, timeout=10.0, isolation_level="IMMEDIATE")
+    def open(self, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
+        """Opens the file for one transaction, which begins before the first read: a row that another process or thread
+        changes after it was read must not be overwritten.
+        """
+        with self._connect() as connection:
+            connection.execute(begin)
+            yield connection
+
+    @contextmanager
+    def _connect(self) -> Iterator[sqlite3.Connection]:
+        connection = sqlite3.connect(self._path, timeout=_BUSY_S)
         try:
             connection.row_factory = sqlite3.Row
             connection.execute("PRAGMA foreign_keys=ON")
@@ -220,6 +245,19 @@ class Database:
 
 def _count(connection: sqlite3.Connection, table: str, owner: str) -> int:
     return connection.execute(f"SELECT COUNT(*) FROM {table} WHERE owner=?", (owner,)).fetchone()[0]
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Turns what SQLite says of a full disk, or of others that write all the time, into ApiError 503."""
+    try:
+        yield
+    except sqlite3.OperationalError as error:
+        if _is_full(error):
+            raise ApiError(503, _FULL) from error
+        if error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY:  # its other bytes say why
+            raise ApiError(503, _BUSY) from error
+        raise
 
 
 def _is_full(error: sqlite3.OperationalError) -> bool:

@@ -81,7 +81,7 @@ class Documents:
 
     async def get(self, document_id: str, owner: str) -> StoredDocument:
         """Raises ApiError 404."""
-        return await self._database.run(lambda connection: self._find(connection, document_id, owner))
+        return await self._database.read(lambda connection: self._find(connection, document_id, owner))
 
     async def text(self, document_id: str, owner: str) -> str:
         """Returns the whole document. Raises ApiError 404, and 400 when it is not UTF-8.
@@ -104,7 +104,7 @@ class Documents:
                 raise ApiError(400, reason, param="document") from error
             return text
 
-        return await self._database.run(read)
+        return await self._database.read(read)
 
     async def delete(self, document_id: str, owner: str) -> None:
         """Raises ApiError 404."""

@@ -65,7 +65,7 @@ class Responses:
         def read(connection: sqlite3.Connection) -> StoredResponse:
             return StoredResponse(**self._database.find(connection, "responses", _COLUMNS, response_id, owner))
 
-        return await self._database.run(read)
+        return await self._database.read(read)
 
     async def delete(self, response_id: str, owner: str) -> None:
         """Raises ApiError 404."""

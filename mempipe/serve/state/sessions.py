@@ -78,7 +78,7 @@ class Sessions:
             query = f"SELECT {_COLUMNS} FROM sessions WHERE {where} ORDER BY created_at {way}, id {way} LIMIT ?"
             return [Session(**row) for row in connection.execute(query, (*arguments, limit))]
 
-        return await self._database.run(read)
+        return await self._database.read(read)
 
     async def change(
         self,
@@ -116,7 +116,7 @@ class Sessions:
 
     async def get(self, session_id: str, owner: str) -> Session:
         """Raises ApiError 404."""
-        return await self._database.run(lambda connection: self._find(connection, session_id, owner))
+        return await self._database.read(lambda connection: self._find(connection, session_id, owner))
 
     async def delete(self, session_id: str, owner: str) -> None:
         """Raises ApiError 404."""
