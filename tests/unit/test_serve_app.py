@@ -47,6 +47,7 @@ from mempipe.types import SearchResult
 PROMPTS = Path(__file__).parents[2] / "mempipe" / "agents" / "prompts"
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]
+CHAT = [{"role": "user", "content": TWO_HOPS.text}]
 KEY, RECORD = new_key("ann")
 OTHER_KEY, OTHER_RECORD = new_key("bob")
 
@@ -76,6 +77,10 @@ def service(shared) -> Iterator[Service]:
 
 def post(service: Service, path: str = "/v1/answer", **body: Any) -> httpx.Response:
     return httpx.post(f"{service.url}{path}", json=body, timeout=20)
+
+
+def mcp_call(tool: str, **arguments: Any) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": tool, "arguments": arguments}}
 
 
 def ask(service: Service, question: str = TWO_HOPS.text, **body: Any) -> dict[str, Any]:
@@ -702,6 +707,36 @@ def test_a_post_that_is_sent_again_with_its_key_is_answered_once(service):
         assert ask_with("e").status_code == 409
         service.engine.go_on.set()
         assert slow.result().status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/answer", {"question": TWO_HOPS.text, "stream": True}),
+        ("/v1/chat/completions", {"model": "tiny", "messages": CHAT, "stream": True}),
+        ("/v1/completions", {"model": "tiny", "prompt": TWO_HOPS.text, "stream": True}),
+        ("/v1/responses", {"input": TWO_HOPS.text, "stream": True}),
+        ("/mcp", mcp_call("ask", question=TWO_HOPS.text)),
+        ("/mcp", mcp_call("search", query=TWO_HOPS.text)),
+    ],
+)
+def test_a_reply_that_tells_of_a_fault_in_its_text_is_not_kept(tokenizer, tmp_path, path, body):
+    fault: list[Exception] = [InfrastructureFault("gone"), RuntimeError("a defect")]
+
+    async def failing(query: str, **asked: Any) -> SearchResult:
+        if fault:
+            raise fault[0]
+        return await search(query, **asked)
+
+    service = build_service(tokenizer, tmp_path, index=failing)
+    headers = {"idempotency-key": "k", "accept": "application/json, text/event-stream"}
+    with running(service) as url, httpx.Client(base_url=url, headers=headers) as client:
+        for _ in range(2):
+            assert (failed := client.post(path, json=body)).status_code == 200
+            del fault[0]
+        first, again = client.post(path, json=body), client.post(path, json=body)
+        assert "idempotent-replayed" not in first.headers and first.text != failed.text
+        assert again.headers["idempotent-replayed"] == "true" and again.text == first.text
 
 
 def test_a_reply_that_was_read_is_kept_already(service, monkeypatch):

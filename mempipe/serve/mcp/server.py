@@ -17,6 +17,7 @@ from mempipe.answers.errors import ApiError, sentence
 from mempipe.answers.replies import passage_reply
 from mempipe.serve.http.errors import FAILED
 from mempipe.serve.requests.event_stream import events
+from mempipe.serve.requests.idempotency import failed
 from mempipe.serve.routes.parts import Parts
 from mempipe.text import replace_surrogates
 
@@ -89,9 +90,12 @@ class AgentServer(MCPServer):
             if isinstance(cause, ValidationError):
                 first = cause.errors()[0]
                 raise ToolError(sentence(first["loc"], first)) from cause
+            if isinstance(cause, ApiError):
+                failed(cause.status)
             if isinstance(cause, ApiError | ToolError):
                 raise ToolError(str(cause)) from cause
             if isinstance(error, UnexpectedToolError):
+                failed(500)
                 raise UnexpectedToolError(FAILED) from cause
             raise
 

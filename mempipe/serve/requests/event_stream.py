@@ -14,6 +14,7 @@ from mempipe.answers.api import AnswerReply
 from mempipe.answers.attempt_events import Emit, Event
 from mempipe.answers.errors import ApiError
 from mempipe.serve.http.errors import FAILED, error_body
+from mempipe.serve.requests.idempotency import failed
 
 PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive."""
@@ -32,9 +33,11 @@ async def events(work: Callable[[Emit], Awaitable[AnswerReply]]) -> AsyncIterato
             reply = await work(lambda name, data: queue.put_nowait((name, data)))
             queue.put_nowait(("answer", reply.model_dump()))
         except ApiError as error:
+            failed(error.status)
             queue.put_nowait(("error", error_body(error)))
         except Exception:  # as the routes' own handler does; the status is sent, so a last event stands for 500
             logger.exception("a question failed")
+            failed(500)
             queue.put_nowait(("error", error_body(ApiError(500, FAILED))))
         finally:
             queue.put_nowait(None)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import re
+from collections.abc import Sequence
 from contextlib import suppress
+from contextvars import ContextVar
 
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -23,6 +25,15 @@ MAX_BYTES = 4 * 2**20
 _KEY = re.compile(r"[!-~]{1,255}")
 _NOT_KEPT = (401, 403, 408, 409, 429)
 """Refusals that say nothing of the request itself; those of 500 and above are not kept either."""
+_failures: ContextVar[list[int]] = ContextVar("_failures")
+"""Statuses of failures in the request that is being answered; its tasks share the list."""
+
+
+def failed(status: int) -> None:
+    """Notes a failure of the request that is being answered. The reply has another status: that of a stream is sent
+    before, and that of a call of MCP is always 200.
+    """
+    _failures.get([]).append(status)
 
 
 class Idempotency:
@@ -59,12 +70,14 @@ class Idempotency:
         async def replay() -> Message:
             return unread.pop() if unread else await receive()
 
-        recorder = _Recorder(send)
+        recorder, failures = _Recorder(send), list[int]()
+        context = _failures.set(failures)
         try:
             await self._app(scope, replay, recorder.send)
         finally:
+            _failures.reset(context)
             with suppress(ApiError):  # on a full disk the request can be sent again under another key
-                await asyncio.shield(self._replies.end(owner, key, recorder.reply()))
+                await asyncio.shield(self._replies.end(owner, key, recorder.reply(failures)))
         await recorder.end()
 
 
@@ -95,9 +108,9 @@ class _Recorder:
         if self._last is not None:
             await self._send(self._last)
 
-    def reply(self) -> StoredReply | None:
-        """Returns the response; None for one that is not to be kept."""
-        is_final = self._status < 500 and self._status not in _NOT_KEPT
+    def reply(self, failures: Sequence[int]) -> StoredReply | None:
+        """Returns the response, in which there were `failures`; None for one that is not to be kept."""
+        is_final = all(status < 500 and status not in _NOT_KEPT for status in (self._status, *failures))
         if self._last is None or not is_final or len(self._body) > MAX_BYTES:
             return None
         return StoredReply(status=self._status, headers=self._headers, body=bytes(self._body))
