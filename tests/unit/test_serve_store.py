@@ -189,6 +189,28 @@ async def test_what_has_expired_is_gone_and_makes_room(tmp_path, later):
     await store.sessions.create("ann")
 
 
+@pytest.mark.parametrize("limit", ["max_owner_bytes", "max_bytes"])
+async def test_what_has_expired_counts_no_more(tmp_path, later, limit):
+    store = open_store(tmp_path, **{limit: 400})
+    session, document = await store.sessions.create("ann"), await store.documents.create("ann")
+    later(30)
+    await store.sessions.claim(session.id, "ann", for_s=1)
+    await store.sessions.release(session.id, "x")  # it lives longer than the document
+    await store.documents.append(document.id, "ann", b"x" * 300, start=None)
+    await answered(store, "k", b"x" * 20)
+    later(59)
+    await store.sessions.claim(session.id, "ann", for_s=1)
+    await store.sessions.release(session.id, "x")
+    assert not await store.responses.keep(StoredResponse(id="1", body="x" * 300, memory=""), "ann")
+    later(1)
+    for change in ("a" * 300, "b" * 300):
+        memory = (await store.sessions.change(session.id, "ann", noted=lambda _, change=change: change)).memory
+        assert memory == change
+    assert await store.responses.keep(StoredResponse(id="1", body="x" * 50, memory=""), "ann")
+    with store.database.open() as database:
+        assert database.execute("SELECT COUNT(*) FROM pieces").fetchone()[0] == 0
+
+
 async def test_a_document_is_the_sum_of_its_pieces_wherever_they_were_cut(tmp_path):
     text = "Ein Märchen 🦙 \r\n" * 50
     store, content = open_store(tmp_path), text.encode()

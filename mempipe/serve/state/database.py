@@ -114,8 +114,8 @@ class Database:
         return self.now() + self._lifetime_s
 
     async def run(self, work: Callable[[sqlite3.Connection], T], *, frees: bool = False) -> T:
-        """Does the work in one transaction, in a thread: nobody writes from its first read to its end. Raises ApiError
-        503 when the disk is full or others write for too long.
+        """Does the work in one transaction, in a thread: what has expired is deleted before, and nobody writes from its
+        first read to its end. Raises ApiError 503 when the disk is full or others write for too long.
         """
         return await asyncio.to_thread(self.run_now, work, frees=frees)
 
@@ -147,6 +147,7 @@ class Database:
             raise ApiError(503, _BUSY)
         try:
             with self.open() as connection:
+                self._delete_expired(connection)
                 return work(connection)
         finally:
             self._turn.release()
@@ -190,18 +191,16 @@ class Database:
         await self.run(delete, frees=True)
 
     def check_room(self, connection: sqlite3.Connection, table: str, owner: str, added: int, *, most: int) -> None:
-        """Deletes what has expired. Raises ApiError 429 when the owner has `most` rows, and as `check_bytes` does."""
-        self._delete_expired(connection, table)
+        """Raises ApiError 429 when the owner has `most` rows, and as `check_bytes` does."""
         count = _count(connection, table, owner)
         if count >= most:
             raise ApiError(429, f"there are {count} {table}, the most that one key may have; delete some")
         self.check_bytes(connection, owner, added)
 
     def make_room(self, connection: sqlite3.Connection, table: str, owner: str, added: int, *, most: int) -> None:
-        """Deletes what has expired, and the owner's oldest finished rows until there are fewer than `most` rows and
-        room for `added` bytes. Raises ApiError 429 when too many rows are unfinished, and as `check_bytes` does.
+        """Deletes the owner's oldest finished rows until there are fewer than `most` rows and room for `added` bytes.
+        Raises ApiError 429 when too many rows are unfinished, and as `check_bytes` does.
         """
-        self._delete_expired(connection, table)
         count, used, oldest = _count(connection, table, owner), self._bytes_of(connection, owner), list[tuple[int]]()
         finished = "AND status IS NOT NULL" if table == "replies" else ""
         query = f"SELECT rowid, num_bytes FROM {table} WHERE owner=? {finished} ORDER BY expires_at, rowid"
@@ -239,8 +238,10 @@ class Database:
         queries = [f"SELECT SUM(num_bytes) FROM {table} {where}" for table in _COUNTED]
         return sum(connection.execute(query, arguments).fetchone()[0] or 0 for query in queries)
 
-    def _delete_expired(self, connection: sqlite3.Connection, table: str) -> None:
-        connection.execute(f"DELETE FROM {table} WHERE expires_at<=?", (self.now(),))
+    def _delete_expired(self, connection: sqlite3.Connection) -> None:
+        now = self.now()
+        for table in _COUNTED:
+            connection.execute(f"DELETE FROM {table} WHERE expires_at<=?", (now,))
 
 
 def _count(connection: sqlite3.Connection, table: str, owner: str) -> int:
