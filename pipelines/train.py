@@ -41,7 +41,7 @@ from mempipe.reports.alarms import MISMATCH, mismatch_alarm
 from mempipe.reports.closing import closing_table
 from mempipe.reports.training import write_report
 from mempipe.rl.kl_reward import with_kl_in_reward
-from mempipe.rl.losses import step_metrics
+from mempipe.rl.metrics import step_metrics
 from mempipe.rl.packing import pack_step, split_updates
 from mempipe.rl.samples import to_samples
 from mempipe.rollout import first_prompt

@@ -45,7 +45,8 @@ from mempipe.engines.profile import profiled
 from mempipe.engines.proof import SamplingMismatch, check_sampled
 from mempipe.engines.reference import ShardedReference
 from mempipe.engines.sharded_checkpoint import CheckpointWriter, load_state, load_tensors
-from mempipe.rl.losses import mean_metrics, merge_metrics, policy_loss, same_version_mismatch
+from mempipe.rl.losses import policy_loss, same_version_mismatch
+from mempipe.rl.metrics import mean_metrics, merge_metrics
 from mempipe.rl.packing import Floats, MicroBatch
 from mempipe.storage.files import in_turn
 

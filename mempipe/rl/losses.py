@@ -6,9 +6,7 @@ gradients of micro-batches and ranks are added, never averaged.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import fmean
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -19,19 +17,6 @@ MAX_LOG_RATIO = 20.0
 """exp(20) is 5e8: beyond any clip, and still finite in float32."""
 MAX_KL = 10.0
 """A token's KL term is cut here, as in the trainers that MemSearcher and Search-R1 build on."""
-TOTALS = ("loss", "policy_loss", "kl_loss")
-"""Metrics that are shares of the step already; all others are sums over tokens, or maxima (names ending in `_max`)."""
-COUNTS = ("tokens", "num_tokens", "num_contexts")
-PER_UPDATE = (
-    "lr",
-    "grad_norm",
-    "seconds",
-    "reference_seconds",
-    "tokens_per_second",
-    "teraflops_per_rank",
-    "model_flops_utilization",
-)
-"""Metrics of an update as a whole; the others that are neither totals, counts nor maxima are means over its tokens."""
 
 
 def policy_loss(
@@ -47,8 +32,8 @@ def policy_loss(
     sampler_logprobs: Tensor | None = None,
     entropies: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
-    """Returns the loss (a scalar that carries the gradient of `logprobs`) and its metric sums (see `merge_metrics`,
-    `mean_metrics`).
+    """Returns the loss (a scalar that carries the gradient of `logprobs`) and its metric sums (see
+    `mempipe.rl.metrics`).
 
     All tensors are [N], one entry per loss token, except `context_indices` [S]; names are those of `MicroBatch`.
     `old_logprobs` are the denominator of the ratio: the sampler's, or recomputed by the learner; then the sampler's own
@@ -156,55 +141,6 @@ def kl_to_reference(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """
     d = (ref_logprobs - logprobs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (torch.expm1(d) - d).clamp(max=MAX_KL)
-
-
-def merge_metrics(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """Merges the metric sums of several micro-batches or ranks: sums are added, maxima compared."""
-    merged: dict[str, float] = {}
-    for part in parts:
-        for name, value in part.items():
-            if name not in merged:
-                merged[name] = value
-            else:
-                merged[name] = max(merged[name], value) if name.endswith("_max") else merged[name] + value
-    return merged
-
-
-def mean_metrics(sums: Mapping[str, float]) -> dict[str, float]:
-    """Turns merged sums into the logged metrics: means per trained token, but totals, maxima and token counts as they
-    are.
-
-    Where no token was trained (`pack_step`, when every advantage is 0) there are no means. A name "context_2/x" is a
-    mean over the tokens of third contexts ("context_2/tokens").
-    """
-    means = {}
-    for name, value in sums.items():
-        scope, _, leaf = name.rpartition("/")
-        if name in TOTALS or leaf == "tokens" or leaf.endswith("_max"):
-            means[name] = value
-        elif tokens := sums[f"{scope}/tokens" if scope else "tokens"]:
-            means[name] = value / tokens
-    return means
-
-
-def step_metrics(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Joins the metrics of the updates of a step: counts are added, maxima compared, and means per token weighted by
-    their tokens. Everything else, such as the loss and the gradient's norm, is a mean over the updates.
-    """
-    joined = {}
-    for name in dict.fromkeys(itertools.chain.from_iterable(updates)):  # an update may lack later contexts of another
-        having = [metrics for metrics in updates if name in metrics]
-        scope, _, leaf = name.rpartition("/")
-        count = f"{scope}/tokens" if scope else "tokens"
-        if leaf in COUNTS:
-            joined[name] = float(sum(metrics[name] for metrics in having))
-        elif leaf.endswith("_max") or leaf == "peak_memory_gib":
-            joined[name] = max(metrics[name] for metrics in having)
-        else:
-            is_whole = leaf in PER_UPDATE or name in TOTALS
-            weights = [1.0 if is_whole else metrics.get(count, 0.0) for metrics in having]
-            joined[name] = fmean([metrics[name] for metrics in having], weights=weights)
-    return joined
 
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig, bound: float) -> Tensor:

@@ -21,7 +21,8 @@ from conformance.common import Adapter, Case, Difference
 from mempipe.evaluation.metrics import acc, em, f1, sub_em_two_way
 from mempipe.rl.advantages import group_advantages
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
-from mempipe.rl.losses import kl_to_reference, mean_metrics, policy_loss
+from mempipe.rl.losses import kl_to_reference, policy_loss
+from mempipe.rl.metrics import mean_metrics
 from mempipe.rl.packing import Aggregation, MicroBatch, pack_step, split_updates
 from mempipe.rl.rewards import answer_f1, normalize_answer, recall_reward, score
 from mempipe.rl.samples import to_samples

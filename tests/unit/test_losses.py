@@ -11,14 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mempipe.rl.config import AlgorithmConfig
-from mempipe.rl.losses import (
-    kl_to_reference,
-    mean_metrics,
-    merge_metrics,
-    policy_loss,
-    same_version_mismatch,
-    step_metrics,
-)
+from mempipe.rl.losses import kl_to_reference, policy_loss, same_version_mismatch
+from mempipe.rl.metrics import mean_metrics, merge_metrics, step_metrics
 from mempipe.rl.packing import MicroBatch, pack_step
 from mempipe.types import TrainingSample
 
