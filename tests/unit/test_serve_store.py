@@ -189,6 +189,26 @@ async def test_what_has_expired_is_gone_and_makes_room(tmp_path, later):
     await store.sessions.create("ann")
 
 
+async def test_what_is_used_does_not_expire(tmp_path, later):
+    store = open_store(tmp_path)
+    session, document = await store.sessions.create("ann"), await store.documents.create("ann")
+    await store.documents.append(document.id, "ann", b"text", start=None)
+    for _ in range(3):
+        later(50)
+        claimed = await store.sessions.claim(session.id, "ann", for_s=90)
+        assert await store.documents.text(document.id, "ann") == "text"
+        later(50)
+        assert await refused(store.documents.text(document.id, "bob")) == 404  # to others it is not there, nor used
+        assert await store.documents.text(document.id, "ann") == "text"
+        later(39)
+        await store.sessions.create("bob")  # which deletes what has expired
+        assert (await store.sessions.get(session.id, "ann")).memory == claimed.memory
+        await store.sessions.release(session.id, "m")
+        assert await store.documents.text(document.id, "ann") == "text"
+    later(60)
+    assert await refused(store.documents.text(document.id, "ann")) == 404
+
+
 @pytest.mark.parametrize("limit", ["max_owner_bytes", "max_bytes"])
 async def test_what_has_expired_counts_no_more(tmp_path, later, limit):
     store = open_store(tmp_path, **{limit: 400})

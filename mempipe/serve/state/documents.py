@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import secrets
 import sqlite3
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mempipe.answers.errors import ApiError
@@ -84,10 +85,16 @@ class Documents:
         return await self._database.read(lambda connection: self._find(connection, document_id, owner))
 
     async def text(self, document_id: str, owner: str) -> str:
-        """Returns the whole document. Raises ApiError 404, and 400 when it is not UTF-8.
+        """Returns the whole document, which lives on from now. Raises ApiError 404, and 400 when it is not UTF-8.
 
         Memory holds it once: pieces are decoded as they are read.
         """
+
+        def use(connection: sqlite3.Connection) -> None:
+            expires_at = self._database.end_of_life()
+            connection.execute(
+                "UPDATE documents SET expires_at=? WHERE id=? AND owner=?", (expires_at, document_id, owner)
+            )
 
         def read(connection: sqlite3.Connection) -> str:
             document = self._find(connection, document_id, owner)
@@ -104,6 +111,8 @@ class Documents:
                 raise ApiError(400, reason, param="document") from error
             return text
 
+        with suppress(ApiError):  # what cannot be noted can be read
+            await self._database.run(use, frees=True)
         return await self._database.read(read)
 
     async def delete(self, document_id: str, owner: str) -> None:

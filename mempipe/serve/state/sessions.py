@@ -123,7 +123,8 @@ class Sessions:
         await self._database.delete("sessions", session_id, owner)
 
     async def claim(self, session_id: str, owner: str, *, for_s: float) -> Session:
-        """Claims the session for one question for at most `for_s` seconds, and no longer than this process lives.
+        """Claims the session for one question for at most `for_s` seconds, and no longer than this process lives. The
+        session does not expire meanwhile.
 
         Raises ApiError 404, 409 when another question of it is in flight, and 429 when the owner keeps too much: the
         new memory is stored in any case, because the question has been answered then.
@@ -132,14 +133,16 @@ class Sessions:
         def claim(connection: sqlite3.Connection) -> Session:
             session, now = self._find(connection, session_id, owner), self._database.now()
             self._database.check_owner(connection, owner, 0)
+            expires_at = max(self._database.end_of_life(), now + for_s)
             held = connection.execute("SELECT holder FROM sessions WHERE id=?", (session_id,)).fetchone()
             changed = connection.execute(
-                "UPDATE sessions SET busy_until=?, holder=? WHERE id=? AND (busy_until<? OR (? AND holder=?))",
-                (now + for_s, this_process(), session_id, now, is_gone(held["holder"]), held["holder"]),
+                "UPDATE sessions SET busy_until=?, holder=?, expires_at=? "
+                "WHERE id=? AND (busy_until<? OR (? AND holder=?))",
+                (now + for_s, this_process(), expires_at, session_id, now, is_gone(held["holder"]), held["holder"]),
             )
             if not changed.rowcount:
                 raise ApiError(409, f"session {session_id} is working on another question", param="session")
-            return session
+            return replace(session, expires_at=expires_at)
 
         return await self._database.run(claim, frees=True)
 
