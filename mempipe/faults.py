@@ -15,6 +15,9 @@ class InfrastructureFault(RuntimeError):
     password of an address.
     """
 
+    shows_command = False
+    """The message shows a command line of whoever runs mempipe, which is not for the callers of a service."""
+
     def __str__(self) -> str:
         return without_passwords(super().__str__())
 

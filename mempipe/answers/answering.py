@@ -238,7 +238,11 @@ class Answering:
         except TimeoutError as error:
             raise ApiError(503, f"no answer within {self._timeout_s:g} s") from error
         except InfrastructureFault as fault:
-            raise ApiError(503, f"the service cannot answer now: {fault}") from fault
+            reason = str(fault)
+            if fault.shows_command and not self._shows_user_errors:
+                logger.error("a program was stopped: %s", fault)
+                reason = "its program was stopped"
+            raise ApiError(503, f"the service cannot answer now: {reason}") from fault
         except UserCodeError as error:
             if not self._shows_user_errors:
                 raise

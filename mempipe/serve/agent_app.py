@@ -7,6 +7,7 @@ Every refusal has the error format of the OpenAI API, at /mcp that of JSON-RPC. 
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -35,6 +36,7 @@ from mempipe.serve.state.store import Store
 
 AGENT = (answers, chat, completions, responses, sessions, documents, corpora)
 ROUTERS = [each.router for each in (*AGENT, operations, page)]
+_PIECES = re.compile(r"/v1/documents/[^/]+/pieces")
 SLACK_S = 30.0
 """Seconds beyond `timeout_s` that the gate waits: an answer has its own limit, whose refusal says more."""
 
@@ -90,6 +92,7 @@ def _add_limits(app: FastAPI, config: AgentServiceConfig, keys: KeyRing) -> None
         timeout_s=config.timeout_s + SLACK_S,
         refuse=refuse,
         takes_bodies=API,
+        takes_bytes=_PIECES,
         max_waiting=2 * config.max_in_flight,
         max_wait_s=config.max_wait_s,
         are_several=keys.are_several,

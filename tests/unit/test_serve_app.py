@@ -348,6 +348,15 @@ def test_a_reading_agent_reads_a_text_and_a_document_in_pieces(reader):
     assert post(reader, question="x", document=document).status_code == 404
 
 
+def test_a_piece_of_a_document_may_end_within_a_character(reader):
+    document, content = post(reader, "/v1/documents").json()["id"], "记忆".encode()
+    for start in range(len(content)):
+        url = f"{reader.url}/v1/documents/{document}/pieces?start={start}"
+        assert httpx.post(url, content=content[start : start + 1]).status_code == 200
+    assert httpx.get(f"{reader.url}/v1/documents/{document}").json()["num_bytes"] == len(content)
+    assert httpx.post(f"{reader.url}/v1/answer", content=content[:1]).status_code == 400
+
+
 def test_a_text_is_read_at_once_and_refused_where_it_does_not_fit(tokenizer, tmp_path):
     whole = build_service(tokenizer, tmp_path, agent="full_text")
     with running(whole):

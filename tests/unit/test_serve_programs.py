@@ -4,6 +4,7 @@ told where only the machine's own users can read them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -166,3 +167,15 @@ def test_each_cached_token_counts_once_in_whatever_context(prompts, cached):
         )
         count([ord(letter) for letter in prompt], said)
     assert counted.num_tokens == cached
+
+
+@pytest.mark.parametrize("keys", [[], [RECORD]], ids=["own_machine", "with_keys"])
+def test_the_command_line_of_a_program_is_not_for_callers_with_a_key(tmp_path, caplog, capfd, keys):
+    command = ["sh", "-c", "kill -9 $$", "--token=of-the-operator"]
+    agents = {AGENT: load_config(EXAMPLE, [f"agent.program={json.dumps(command)}"])}
+    served = build_service(tiny_tokenizer(), tmp_path, agent=AGENT, agents=agents, keys=keys)
+    with running(served):
+        reply = post(served, question=TWO_HOPS.text, key=KEY if keys else "")
+    assert reply.status_code == 503 and ("of-the-operator" in reply.text) == (not keys)
+    assert ("its program was stopped" in reply.text) == bool(keys)
+    assert not keys or "of-the-operator" in caplog.text + capfd.readouterr().err

@@ -40,6 +40,8 @@ share the places, which are kept while an attempt runs or waits."""
 class ProgramStopped(InfrastructureFault):
     """A program that did not end in time, or that a signal has ended."""
 
+    shows_command = True
+
 
 class Program(Protocol):
     """A program that answers questions."""

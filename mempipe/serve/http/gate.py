@@ -81,15 +81,18 @@ class Gate:
         timeout_s: float | None = None,
         refuse: Refuse = problem,
         takes_bodies: str | tuple[str, ...] = "/",
+        takes_bytes: re.Pattern[str] | None = None,
         max_waiting: int = 0,
         max_wait_s: float = 0.0,
         are_several: Callable[[], bool] = lambda: False,
     ) -> None:
         """`timeout_s` is the time limit of one answer; None if the routes have their own limits. Only paths that
-        begin with `takes_bodies` have a body; of others it is not read. At most `max_waiting` requests wait for a
+        begin with `takes_bodies` have a body; of others it is not read. A body is text, but on the paths that
+        `takes_bytes` matches: a piece of a text may end within a character. At most `max_waiting` requests wait for a
         place, each at most `max_wait_s` seconds. `are_several` returns whether there is more than one owner.
         """
         self._takes_bodies = takes_bodies
+        self._takes_bytes = takes_bytes
         self._app = app
         self._max_body_bytes = max_body_bytes
         self._places = Places(max_in_flight, max_waiting=max_waiting, are_several=are_several)
@@ -121,7 +124,8 @@ class Gate:
         if len(body) > self._max_body_bytes:
             await self._refuse(413, too_large(self._max_body_bytes), RETRY_AFTER_S)(scope, receive, send)
             return
-        if not _is_text(body):
+        is_piece = self._takes_bytes is not None and self._takes_bytes.fullmatch(scope["path"]) is not None
+        if not is_piece and not _is_text(body):
             await self._refuse(400, "the body is not JSON in UTF-8", RETRY_AFTER_S)(scope, receive, send)
             return
         hung_up = asyncio.ensure_future(receive())  # nothing else can come after the body
