@@ -137,6 +137,8 @@ class LocalService:
         self.served = served
         """The service that was deployed last; before that, the one to deploy first."""
         self._engines = ""
+        self._started: set[str] = set()
+        """Applications of engines, also of a deployment whose agents did not start."""
         self._agents: tuple[ServedRun, str] | None = None
         """Configs of the agents that were deployed last, and the hash of their index."""
 
@@ -152,18 +154,24 @@ class LocalService:
         """
         config = served.config
         version = config.endpoint.model if config.endpoint else weights_version(served.main.model.path)
-        engines, before = "generator-" + "".join(c if c.isalnum() else "-" for c in version), self._engines
+        engines = "generator-" + "".join(c if c.isalnum() else "-" for c in version)
         agents = served, _snapshot(served)
-        if (engines, agents) == (before, self._agents):
-            return version
-        if served.own_engine and engines != before:
-            serve.run(_engines(served), name=engines, route_prefix=None)
-        serve.run(_agents(served, engines), name=NAME, route_prefix="/")
-        self.served, self._engines, self._agents = served, engines, agents
-        if before and served.own_engine and engines != before:
-            _wait_until_drained(config.timeout_s + 60)
-            serve.delete(before)
+        if (engines, agents) != (self._engines, self._agents):
+            if served.own_engine and engines != self._engines:
+                self._started.add(engines)
+                serve.run(_engines(served), name=engines, route_prefix=None)
+            serve.run(_agents(served, engines), name=NAME, route_prefix="/")
+            self.served, self._engines, self._agents = served, engines, agents
+        self._end_others(engines, timeout_s=config.timeout_s + 60)
         return version
+
+    def _end_others(self, engines: str, *, timeout_s: float) -> None:
+        """Ends all other engines when no request uses them any more."""
+        if others := self._started - {engines}:
+            _wait_until_drained(timeout_s)
+            for each in sorted(others):
+                serve.delete(each)
+            self._started -= others
 
 
 def _snapshot(served: ServedRun) -> str:

@@ -16,6 +16,8 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.loader import load_config, parse_section
 from mempipe.retrieval.build import build_index
+from mempipe.serve import agent
+from mempipe.serve.agent import NAME
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.replicas.generator_replica import GeneratorReplica, WrongWeights
 from mempipe.serve.served_run import ServedRun, resolve, weights_version
@@ -191,3 +193,35 @@ def test_other_weights_have_another_version(run, tmp_path):
     os.utime(file, ns=(1, 1))
     assert weights_version(str(folder)) != before
     assert weights_version("owner/model") == "owner/model"
+
+
+def test_engines_whose_agents_did_not_start_end_with_the_next_deployment(monkeypatch):
+    deployed: list[str] = []
+    fails: list[str] = []
+    weights = ["v1"]
+
+    def deploy(_: object, *, name: str, route_prefix: str | None) -> None:
+        if name in fails:
+            raise RuntimeError(f"deploying {name} failed")
+        deployed[:] = [*(each for each in deployed if each != name), name]
+
+    def status() -> Any:
+        agent = SimpleNamespace(replica_states={"RUNNING": 1})
+        return SimpleNamespace(applications={NAME: SimpleNamespace(deployments={NAME: agent})})
+
+    monkeypatch.setattr(agent, "serve", SimpleNamespace(run=deploy, delete=deployed.remove, status=status))
+    for name in ("_engines", "_agents", "_snapshot"):
+        monkeypatch.setattr(agent, name, lambda *_: "")
+    monkeypatch.setattr(agent, "weights_version", lambda _: weights[0])
+    config = SimpleNamespace(endpoint=None, timeout_s=1.0)
+    served: Any = SimpleNamespace(config=config, main=SimpleNamespace(model=SimpleNamespace(path="")), own_engine=True)
+    service = agent.LocalService(served)
+    service.deploy(served)
+    for version, expected in (("v2", ["generator-v1"]), ("v3", ["generator-v3"])):
+        weights[0], fails[:] = version, [NAME] * (version == "v2")
+        if fails:
+            with pytest.raises(RuntimeError):
+                service.deploy(served)
+            weights[0], fails[:] = "v1", []
+        service.deploy(served)
+        assert [name for name in deployed if name != NAME] == expected
