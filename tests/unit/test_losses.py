@@ -297,31 +297,13 @@ def test_half_precision_log_probs_are_computed_in_float32():
 
 
 def test_metrics_of_a_step_are_those_of_all_its_tokens():
-    small = {"tokens": 100.0, "num_tokens": 1000, "abs_logprob_diff": 0.1, "importance_ratio_max": 41.0}
-    small |= {
-        "loss": 0.2,
-        "grad_norm": 1.0,
-        "peak_memory_gib": 2.0,
-        "context_0/mismatch_kl": 0.5,
-        "context_0/tokens": 9,
-    }
-    large = {"tokens": 900.0, "num_tokens": 9000, "abs_logprob_diff": 0.9, "importance_ratio_max": 1.0}
-    large |= {
-        "loss": 0.4,
-        "grad_norm": 3.0,
-        "peak_memory_gib": 1.0,
-        "context_1/mismatch_kl": 0.3,
-        "context_1/tokens": 4,
-    }
-    expected = {"tokens": 1000, "num_tokens": 10000, "abs_logprob_diff": 0.82, "importance_ratio_max": 41.0}
-    expected |= {"loss": 0.3, "grad_norm": 2.0, "peak_memory_gib": 2.0}
-    expected |= {
-        "context_0/mismatch_kl": 0.5,
-        "context_0/tokens": 9,
-        "context_1/mismatch_kl": 0.3,
-        "context_1/tokens": 4,
-    }
-    assert step_metrics([small, large]) == pytest.approx(expected)
+    names = ("tokens", "num_tokens", "abs_logprob_diff", "importance_ratio_max", "loss", "grad_norm", "peak_memory_gib")
+    small = dict(zip(names, (100.0, 1000, 0.1, 41.0, 0.2, 1.0, 2.0), strict=True))
+    large = dict(zip(names, (900.0, 9000, 0.9, 1.0, 0.4, 3.0, 1.0), strict=True))
+    both = dict(zip(names, (1000.0, 10000, 0.82, 41.0, 0.3, 2.0, 2.0), strict=True))
+    first = {"context_0/mismatch_kl": 0.5, "context_0/tokens": 9.0}
+    second = {"context_1/mismatch_kl": 0.3, "context_1/tokens": 4.0}  # of contexts that the other update lacks
+    assert step_metrics([small | first, large | second]) == pytest.approx(both | first | second)
     assert step_metrics([small]) == pytest.approx(small)
 
 
