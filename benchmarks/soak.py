@@ -37,6 +37,7 @@ import psutil
 
 from mempipe.data.trajectories import read_trajectories
 from mempipe.settings import ConfigError
+from mempipe.stop import signals_interrupt
 from mempipe.types import Trajectory
 from tools.processes import Marked, Running, command_line, free_ports
 
@@ -282,11 +283,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = [sys.executable, "-m", "mempipe.cli", "serve", str(asked.run.absolute()), "--port", str(port)]
         serving = Running([*command, f"state={state}"], marked=marked, cwd=Path(state))
         try:
-            serving.wait_until(lambda: "until Ctrl-C" in serving.stdout)
-            began = time.time()
-            soak = asyncio.run(soaked(f"http://127.0.0.1:{port}", questions, marked, asked))
-            serving.end()
-            left = marked.survivors()
+            with signals_interrupt():  # a benchmark that is ended by SIGTERM leaves no service behind
+                serving.wait_until(lambda: "until Ctrl-C" in serving.stdout)
+                began = time.time()
+                soak = asyncio.run(soaked(f"http://127.0.0.1:{port}", questions, marked, asked))
+                serving.end()
+                left = marked.survivors()
         finally:
             marked.end()
     lines = [*report(soak, began=began), *(f"fault: still there after the end: {line}" for line in left)]
