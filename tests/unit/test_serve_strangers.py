@@ -133,9 +133,9 @@ def test_an_upgrade_to_a_web_socket_is_an_ordinary_request_and_is_counted_out_ag
     until(lambda: connections.GuardedProtocol.per_address.total() == 0)
 
 
-@pytest.mark.parametrize("at_once", [True, False])
+@pytest.mark.parametrize("cut", [None, "body", "header", "name", "end"])
 @pytest.mark.parametrize("name", ["Upgrade", "upgrade"])
-def test_a_request_that_asks_for_http_2_keeps_its_body(address, name, at_once):
+def test_a_request_that_asks_for_http_2_keeps_its_body(address, name, cut):
     """As Java's HttpClient and `curl --http2` send it to an address without TLS."""
     body = b'{"question": "a\r\nUpgrade: b"}'
     fields = {"Host": "x", "Connection": "Upgrade, HTTP2-Settings", name: "h2c", "HTTP2-Settings": "AAMAAABkAAQAAP__"}
@@ -143,7 +143,9 @@ def test_a_request_that_asks_for_http_2_keeps_its_body(address, name, at_once):
     sent = "".join(f"{key}: {value}\r\n" for key, value in fields.items())
     head = f"POST /v1/answer HTTP/1.1\r\n{sent}\r\n".encode()
     with socket.create_connection(address, timeout=10) as connection:
-        for part in [head + body] if at_once else [head, body]:
+        whole, first = head + body, head.index(name.encode())
+        at = {None: 0, "body": len(head), "header": first + len(name) + 1, "name": first + 3, "end": len(head) - 2}[cut]
+        for part in (whole[:at], whole[at:]):
             connection.sendall(part)
             time.sleep(0.05)
         reply = b""

@@ -31,6 +31,8 @@ MAX_UNREAD_BYTES = 2**20
 MAX_PIPELINED = 16
 """Requests of a connection that wait for the answers of earlier ones."""
 NAME = "mempipe.serve.http.connections:GuardedProtocol"
+_BEGINNING = re.compile(rb"[A-Z]{1,32}(?: |$)")
+"""The method of a request."""
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _Protocol: Any = HttpToolsProtocol
 
@@ -58,6 +60,8 @@ class GuardedProtocol(_Protocol):
         self._address = ""
         self._has_begun = False
         """Whether a message of the client has begun and not ended."""
+        self._head = b""
+        """The bytes of a request whose header has not ended yet."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -88,7 +92,7 @@ class GuardedProtocol(_Protocol):
     def data_received(self, data: bytes) -> None:
         had_begun = self._has_begun
         self._extra_bytes += len(data)
-        super().data_received(data if had_begun else _without_upgrade(data))
+        super().data_received(data if had_begun else self._with_whole_header(data))
         if self._extra_bytes > MAX_HEADER_BYTES:
             self._refuse("long_header")
         elif self._unread_bytes > MAX_UNREAD_BYTES:
@@ -127,11 +131,22 @@ class GuardedProtocol(_Protocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._has_begun = False
+        self._extra_bytes = 0
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self._has_no_request() and not self.transport.is_closing():
             self.idle[self] = None
+
+    def _with_whole_header(self, data: bytes) -> bytes:
+        """Returns the first bytes of a request for the parser: none before its header has ended. The parser refuses at
+        once what begins like no request.
+        """
+        data, self._head = self._head + data, b""
+        if b"\r\n\r\n" in data or not _BEGINNING.match(data):
+            return _without_upgrade(data)
+        self._head = data
+        return b""
 
     def _unsupported_upgrade_warning(self) -> None:
         """Writes no line to the log for an upgrade that the service does not have; its request is answered."""
