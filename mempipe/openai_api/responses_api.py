@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from mempipe.answers.api import (
     AnswerReply,
@@ -69,6 +69,10 @@ class MessageItem(BaseModel):
     content: list[OutputText]
 
 
+MAX_DEPTH = 100
+"""Objects and lists within each other in an item of an input."""
+
+
 class InputItem(BaseModel):
     """An item of any client or of an earlier response. Its text and its calls are read, and the memory of a reasoning
     item of this service."""
@@ -84,6 +88,18 @@ class InputItem(BaseModel):
     arguments: str = ""
     input: str = ""
     output: Content = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _can_be_written_again(cls, fields: Any) -> Any:
+        """Refuses what could not be stored with its response. Raises ValueError."""
+        level = [fields]
+        for _ in range(MAX_DEPTH):
+            lists = [value.values() if isinstance(value, dict) else value for value in level]
+            level = [value for values in lists for value in values if isinstance(value, (dict, list))]
+        if level:
+            raise ValueError(f"the item is nested too deep; expected at most {MAX_DEPTH} levels")
+        return fields
 
 
 def _items(value: Any) -> Any:

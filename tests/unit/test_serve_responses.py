@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import typing
 from collections.abc import Iterator
@@ -90,6 +91,7 @@ def test_what_has_no_meaning_is_taken_and_listed(service):
     assert listed == (fields.keys() - {"include"}) | {"include.reasoning.encrypted_content"}
 
 
+DEEP = functools.reduce(lambda inner, _: [inner], range(100), list[Any]())
 REFUSED: dict[str, Any] = {
     "background": True,
     "tools": [{"type": "web_search"}],
@@ -103,6 +105,7 @@ REFUSED: dict[str, Any] = {
     "input.0.content": {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]},
     "input.0.role": {"input": [{"type": "message", "content": "x"}]},
     "input.1": {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "a"}]},
+    "input.2": {"input": [*[{"role": "user", "content": "x"}] * 2, {"role": "user", "content": "x", "of": DEEP}]},
     "input": {"input": [{"role": "system", "content": "x"}]},
     "model": "other",
     "mempipe.budget.max_turns": {"mempipe": {"budget": {"max_turns": 65}}},
