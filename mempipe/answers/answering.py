@@ -98,19 +98,20 @@ class CachedPrompts:
     def __init__(self) -> None:
         self.num_tokens = 0
 
-    def reader(self) -> Callable[[Sequence[int], Completion], None]:
-        """Returns the function that counts the calls of one attempt, in their order."""
+    def reader(self) -> Callable[[Sequence[int], Completion], int]:
+        """Returns the function that counts the calls of one attempt, in their order, and returns which context each
+        belongs to: 0 for the one that began first.
+        """
         contexts: list[tuple[int, int, int]] = []  # not their tokens: a long document has many
 
-        def count(prompt: Sequence[int], completion: Completion) -> None:
+        def count(prompt: Sequence[int], completion: Completion) -> int:
             prompt = tuple(prompt)
-            continued = max((context for context in contexts if _begins_with(prompt, context)), default=None)
-            known = 0
-            if continued is not None:
-                contexts.remove(continued)
-                known = continued[0]
+            continued = [place for place, context in enumerate(contexts) if _begins_with(prompt, context)]
+            place = max(continued, key=lambda place: contexts[place], default=len(contexts))
+            known = contexts[place][0] if continued else 0
             self.num_tokens += max(completion.num_cached_tokens - known, 0)
-            contexts.append(_summary(prompt + tuple(completion.token_ids)))
+            contexts[place : place + 1] = [_summary(prompt + tuple(completion.token_ids))]
+            return place
 
         return count
 
@@ -415,7 +416,7 @@ class Answering:
         request_id: str,
         member: int,
         emit: Emit | None,
-        count: Callable[[Sequence[int], Completion], None],
+        count: Callable[[Sequence[int], Completion], int],
         find: SearchFn,
     ) -> Trajectory:
         """Plays one attempt, counts its calls, and tells what happens where somebody listens."""
@@ -436,20 +437,19 @@ class Answering:
             limit = min(max_tokens, plan.max_message_tokens or max_tokens)
             seed = seeds.next(token_ids) if seeds is not None else None
             completion = await engine.generate(token_ids, max_tokens=limit, sampling=plan.sampling, seed=seed)
-            count(token_ids, completion)
+            context = count(token_ids, completion)
             if told is not None:
-                told.message(completion)
+                told.message(completion, context=context)
             return completion
 
         async def search(query: str, *, num_passages: int, partition: str) -> SearchResult:
-            if told is not None:
-                told.search(query)
+            turn = told.search(query) if told is not None else 0
             try:
                 result = await find(query, num_passages=num_passages, partition=partition)
             except ValueError as error:
                 raise ApiError(400, str(error), param="partition") from error
             if told is not None:
-                told.passages(query, result)
+                told.passages(query, result, turn=turn)
             return result
 
         agent = spec.agent(plan.renderer, generate=generate, search=search)

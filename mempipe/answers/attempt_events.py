@@ -36,23 +36,33 @@ class AttemptEvents:
         self._thought = thought
         self._contexts: list[Context] = []
         self._turns = turn_replies(self._contexts)
+        self._begun: dict[int, int] = {}
+        """The turn of each context that has a message."""
 
-    def message(self, completion: Completion) -> None:
+    def message(self, completion: Completion, *, context: int) -> None:
+        """Tells that the policy has written. `context` counts those that messages have begun; an agent can go back to
+        one, and can finish turns without a message.
+        """
+        following = max([len(self._contexts), *(turn + 1 for turn in self._begun.values())])
+        turn = self._begun.setdefault(context, following)
         text = self._decode(completion.token_ids)
-        self._tell("message", thought=self._thought(text), text=text)
+        self._tell("message", turn, thought=self._thought(text), text=text)
 
-    def search(self, query: str) -> None:
-        self._tell("search", query=query)
+    def search(self, query: str) -> int:
+        """Tells that the newest turn searches, and returns its number."""
+        turn = max([len(self._contexts), *self._begun.values()])
+        self._tell("search", turn, query=query)
+        return turn
 
-    def passages(self, query: str, result: SearchResult) -> None:
+    def passages(self, query: str, result: SearchResult, *, turn: int) -> None:
+        """Tells what a search of a turn has found."""
         found = [passage_reply(passage).model_dump() for passage in result.passages]
-        self._tell("passages", query=query, passages=found)
+        self._tell("passages", turn, query=query, passages=found)
 
     def turn(self, context: Context) -> None:
         """Tells that a turn is finished."""
         self._contexts.append(context)
         self._emit("turn", {"sample": self._sample, **next(self._turns).model_dump()})
 
-    def _tell(self, name: str, **data: Any) -> None:
-        """Tells what happens in the turn that is in flight."""
-        self._emit(name, {"sample": self._sample, "turn": len(self._contexts), **data})
+    def _tell(self, name: str, turn: int, **data: Any) -> None:
+        self._emit(name, {"sample": self._sample, "turn": turn, **data})

@@ -51,6 +51,17 @@ def post(service: Service, path: str = "/v1/answer", *, key: str = "", **body: A
     return httpx.post(f"{service.url}{path}", json=body, timeout=20, headers=headers)
 
 
+def test_a_stream_says_which_turn_a_message_and_a_search_belong_to(service):
+    """The turns themselves follow at the end: a program may go back to each of them."""
+    lines = post(service, question=TWO_HOPS.text, stream=True).text.splitlines()
+    names = [line.removeprefix("event: ") for line in lines if line.startswith("event: ")]
+    told = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+    turns = [(name, data["turn"]) for name, data in zip(names, told, strict=True) if "turn" in data]
+    hops = [[("message", hop), ("search", hop), ("passages", hop), ("message", hop)] for hop in range(2)]
+    assert turns == [*hops[0], *hops[1], ("message", 2)]
+    assert [data["index"] for name, data in zip(names, told, strict=True) if name == "turn"] == [0, 1, 2]
+
+
 def test_an_answer_comes_with_the_notes_of_each_context(service):
     reply = post(service, question=TWO_HOPS.text).json()
     assert reply["answer"] == GOLD
@@ -145,18 +156,18 @@ def test_an_error_of_the_program_is_told_to_its_owner_alone(tmp_path, capfd, cap
 
 
 @pytest.mark.parametrize(
-    ("prompts", "cached"),
+    ("prompts", "cached", "contexts"),
     [
-        (["abc", "abcXde", "abcXdeXfg"], 2 + 1 + 1),
-        (["abc", "abd", "abcXef", "abdXef"], 2 + 2 + 1 + 1),  # side by side
-        (["abc", "abc", "abcXde", "abcXde"], 2 + 2 + 1 + 1),  # equal ones
-        (["abc", "abcXde", "abcXfg"], 2 + 1 + 5),  # a branch is a context that counts whole
+        (["abc", "abcXde", "abcXdeXfg"], 2 + 1 + 1, [0, 0, 0]),
+        (["abc", "abd", "abcXef", "abdXef"], 2 + 2 + 1 + 1, [0, 1, 0, 1]),  # side by side
+        (["abc", "abc", "abcXde", "abcXde"], 2 + 2 + 1 + 1, [0, 1, 0, 1]),  # equal ones
+        (["abc", "abcXde", "abcXfg"], 2 + 1 + 5, [0, 0, 1]),  # a branch is a context that counts whole
     ],
 )
-def test_each_cached_token_counts_once_in_whatever_context(prompts, cached):
+def test_each_cached_token_counts_once_in_whatever_context(prompts, cached, contexts):
     """Of each prompt all tokens but the last are cached; the policy always writes X."""
     counted = CachedPrompts()
-    count = counted.reader()
+    count, places = counted.reader(), list[int]()
     for prompt in prompts:
         said = Completion(
             token_ids=[ord("X")],
@@ -165,8 +176,8 @@ def test_each_cached_token_counts_once_in_whatever_context(prompts, cached):
             policy_version=0,
             num_cached_tokens=len(prompt) - 1,
         )
-        count([ord(letter) for letter in prompt], said)
-    assert counted.num_tokens == cached
+        places.append(count([ord(letter) for letter in prompt], said))
+    assert counted.num_tokens == cached and places == contexts
 
 
 @pytest.mark.parametrize("keys", [[], [RECORD]], ids=["own_machine", "with_keys"])
