@@ -49,6 +49,26 @@ def test_on_policy_the_gradient_is_the_weighted_advantage(loss):
     assert metrics["ratio"] == 1 and metrics["importance_ratio_max"] == 1 and metrics["abs_logprob_diff"] == 0
 
 
+def test_the_metrics_are_means_over_the_tokens_and_the_old_kl_is_old_over_new():
+    """KL(old || new) by its first-order estimator: the mean of old - new log-probs."""
+    _, _, metrics = loss_of([0.5, -0.25], [2.0, -1.0])
+    assert metrics["old_kl"] == pytest.approx((-0.5 + 0.25) / 2) and metrics["tokens"] == 2
+    assert metrics["ratio"] == pytest.approx((math.exp(0.5) + math.exp(-0.25)) / 2)
+    assert metrics["advantage"] == 0.5 and metrics["advantage_abs"] == 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_log_probs_are_compared_in_float32(dtype):
+    logprobs = torch.tensor([-1.0078125, -0.5], dtype=dtype)
+    settings = {"ref_logprobs": torch.zeros(2), "advantages": torch.tensor([1.0, -1.0]), "weights": torch.ones(2)}
+    settings |= {"loss_sequences": torch.arange(2), "context_indices": torch.zeros(2, dtype=torch.long)}
+    old = torch.tensor([-1.0, -0.5], dtype=dtype)
+    loss, metrics = policy_loss(logprobs, old_logprobs=old, config=AlgorithmConfig(kl_coef=0.0), **settings)
+    exact = -math.exp(-0.0078125) + 1
+    assert loss.dtype == torch.float32 and loss.item() == pytest.approx(exact, abs=1e-7)
+    assert metrics["old_kl"] == pytest.approx(0.0078125)
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_on_policy_rejection_sampling_has_the_gradient_of_supervised_learning_on_what_is_right(loss):
     weights = [0.125, 0.25, 0.5, 0.0625]
