@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import partial
@@ -287,11 +287,16 @@ def budget_curve(
     num_parts: int = 1,
 ) -> BudgetCurve:
     """Returns the curve of `budgets`: memory tokens to every run under them. There are at least two. The intervals hold
-    together with those of the other parts.
+    together with those of the other parts. A set that was not asked under all budgets is skipped, since means over
+    different sets cannot be compared.
 
-    Raises ConfigError when a budget shares no question with the largest one.
+    Raises ConfigError when a budget shares no set with the others, or no question with the largest one.
     """
     largest = max(budgets)
+    everywhere = set.intersection(*(set(run.sets) for runs in budgets.values() for run in runs))
+    if not everywhere:
+        raise ConfigError(f"{agent}: no set was asked under all of its budgets, {', '.join(map(str, sorted(budgets)))}")
+    budgets = {tokens: [_on_sets(run, everywhere) for run in runs] for tokens, runs in budgets.items()}
     confidence = 1 - ALPHA / (num_parts * (len(budgets) - 1))
     points = [
         BudgetPoint(memory_tokens=tokens, measured=measured(budgets[tokens], metric=metric, seed=seed), test=None)
@@ -312,6 +317,10 @@ def budget_curve(
         test = replace(test, by_training=by_training, over_trainings=over, trainings_needed=needed)
         tested.append(replace(point, test=test))
     return BudgetCurve(agent=agent, points=[*tested, points[-1]], model=budgets[largest][0].model)
+
+
+def _on_sets(run: MeasuredRun, labels: Collection[str]) -> MeasuredRun:
+    return replace(run, sets={label: rows for label, rows in run.sets.items() if label in labels})
 
 
 def _margin_test(largest: Sets, budget: Sets, *, metric: str, margin: float, confidence: float) -> MarginTest | None:

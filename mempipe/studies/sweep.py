@@ -157,9 +157,15 @@ def study_sweep(folder: Path, *, metric: str = "em", margin: float | None = None
         raise ConfigError(f"{folder}: {', '.join(missing)} were never started; `mempipe sweep` --resume continues")
     runs = []
     for name in planned:
-        training = load_values(folder / "configs" / f"{name}{_SUFFIX}").get("seed") if sweep.train else None
-        for run in measured_runs(folder / "trials" / name):
-            runs.append(replace(run, agent=run.name, training=training))
+        suite = parse_section(load_values(folder / "configs" / f"{name}{_SUFFIX}"), EvaluationSuite)
+        measured = list(measured_runs(folder / "trials" / name))
+        for benchmark in suite.benchmarks:
+            if not any(benchmark.label in run.sets for run in measured):
+                raise ConfigError(
+                    f"{folder}: {name} has no results of {benchmark.label}; `mempipe sweep` --resume continues"
+                )
+        training = suite.seed if sweep.train else None
+        runs += [replace(run, agent=run.name, training=training) for run in measured]
     return study_runs(runs, metric=metric, margin=sweep.margin if margin is None else margin, seed=sweep.seed)
 
 

@@ -434,6 +434,24 @@ def test_a_sweep_with_all_results_only_writes_its_report(tmp_path, capsys, monke
     assert "mem-memory-4-seed-1 were never started" in capsys.readouterr().err
 
 
+def test_a_trial_whose_results_are_missing_is_not_left_out_in_silence(tmp_path):
+    """Without the largest budget another one would be the largest, and without a set the means would be of others."""
+    sweep = config(tmp_path, benchmarks=[{"name": "world", "file": "q.parquet"}, {"name": "far", "file": "r.parquet"}])
+    write_text(sweep.folder / SWEEP_FILE, yaml.safe_dump(sweep.model_dump(mode="json")))
+    for trial in trials(sweep):
+        write_configs(sweep.folder, trial)
+        finish(trial, right=10)
+        shutil.copytree(trial.results / "world", trial.results / "far")
+    largest = trials(sweep)[1]
+    assert len(study_sweep(sweep.folder).whole.curves) == 1
+    shutil.rmtree(largest.results / "far")
+    with pytest.raises(ConfigError, match=r"mem-memory-8-seed-1 has no results of far; .* --resume continues"):
+        study_sweep(sweep.folder)
+    shutil.rmtree(largest.results)  # it began, and its engine did not start
+    with pytest.raises(ConfigError, match="mem-memory-8-seed-1 has no results of world"):
+        study_sweep(sweep.folder)
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_budget_that_the_user_took_out_is_not_in_the_report(tmp_path, capsys, measured):
     first = config(tmp_path, budgets=[4, 8, 16])
