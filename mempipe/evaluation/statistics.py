@@ -14,6 +14,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import fmean, stdev
+from typing import Any
 
 import numpy as np
 import scipy
@@ -137,10 +138,7 @@ def bootstrap_average(
     options = {"seed": seed, "num_resamples": num_resamples, "confidence": confidence}
     if len(sets) == 1 and len({cluster for cluster, _ in sets[0]}) == len(sets[0]):
         return bootstrap_interval([score for _, score in sets[0]], **options)
-    mean = clustered_mean(sets)
-    if not mean.is_bounded:
-        return unbounded(mean.value)
-    return _bootstrap(mean.value + mean.num_clusters * mean.spread, **options)
+    return _clustered_bootstrap(sets, [1 / len(sets)] * len(sets), **options)
 
 
 def bootstrap_gap(
@@ -154,11 +152,8 @@ def bootstrap_gap(
     """Returns the percentile interval of the mean over the first sets minus the mean over the second ones, drawn as
     `bootstrap_average` draws."""
     shares = [1 / len(first)] * len(first) + [-1 / len(second)] * len(second)
-    mean = clustered_mean([*first, *second], shares)
-    if not mean.is_bounded:
-        return unbounded(mean.value)
-    sample = mean.value + mean.num_clusters * mean.spread
-    return _bootstrap(sample, seed=seed, num_resamples=num_resamples, confidence=confidence)
+    options = {"seed": seed, "num_resamples": num_resamples, "confidence": confidence}
+    return _clustered_bootstrap([*first, *second], shares, **options)
 
 
 def bootstrap_ratios(
@@ -281,6 +276,23 @@ def _reach(mean: ClusteredMean, value: float, confidence: float) -> float:
     square = half**2 - (1 + factor) * value**2
     whole = (half + math.sqrt(square)) / (1 + factor) - value if half > 0 and square >= 0 else 0.0
     return max(changed, whole)
+
+
+def _clustered_bootstrap(sets: Sequence[Scores], shares: Sequence[float], **options: Any) -> Interval:
+    """Returns the percentile interval of the weighted mean of the sets' means; clusters are drawn. A resample has more
+    or fewer questions of a set than there are, so its sum of deviations may exceed what any scores of these sets give:
+    the ends are cut there.
+    """
+    mean = clustered_mean(sets, shares)
+    if not mean.is_bounded:
+        return unbounded(mean.value)
+    drawn = _bootstrap(mean.value + mean.num_clusters * mean.spread, **options)
+    ranges = [
+        sorted(share * end(score for _, score in scores) for end in (min, max))
+        for scores, share in zip(sets, shares, strict=True)
+    ]
+    least, most = (math.fsum(ends) for ends in zip(*ranges, strict=True))
+    return Interval(value=drawn.value, low=max(drawn.low, least), high=min(drawn.high, most))
 
 
 def _bootstrap(sample: np.ndarray, *, seed: int, num_resamples: int, confidence: float) -> Interval:

@@ -131,6 +131,19 @@ def test_sets_of_other_questions_are_drawn_apart():
     assert interval.low == interval.value == interval.high == 0.5
 
 
+def test_the_interval_of_an_average_ends_where_scores_end():
+    """Clusters are drawn, so a resample may have fewer of the set's questions than the set, none of them wrong."""
+    right = [scores_of([1.0] * 32, prefix=prefix) for prefix in "ab"]
+    nearly = scores_of([0.0] + [1.0] * 31, prefix="c")
+    average = bootstrap_average([*right, nearly])
+    assert average.high == 1.0 and 0.9 < average.low < average.value < 1.0
+    wrong = [[(cluster, 1 - score) for cluster, score in scores] for scores in (*right, nearly)]
+    assert bootstrap_average(wrong).low == 0.0
+    assert bootstrap_gap(right, wrong).high == 1.0 and bootstrap_gap(wrong, right).low == -1.0
+    several = bootstrap_average([[("a", 1.0)] * 9 + [("b", 0.0), ("c", 1.0)]])
+    assert several.high == 1.0 and several.value == pytest.approx(10 / 11)
+
+
 def test_the_gap_between_sets_of_other_questions_has_the_variance_of_both():
     first, second = (np.random.default_rng(seed).choice([0.0, 1.0], n).tolist() for seed, n in ((1, 200), (2, 100)))
     gap = bootstrap_gap([scores_of(first, prefix="a")], [scores_of(second, prefix="b")], num_resamples=4000)
