@@ -26,7 +26,7 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import ResultRow, result_row
-from mempipe.evaluation.statistics import Interval, bootstrap_average
+from mempipe.evaluation.statistics import Interval, paired_interval
 from mempipe.evaluation.suite import Bootstrap
 from mempipe.evaluation.table import score_interval
 from mempipe.faults import ServiceFault
@@ -105,7 +105,7 @@ class Evaluation:
         and the p value. Raises ConfigError when no question is shared.
         """
         drawn = Bootstrap()
-        interval = partial(bootstrap_average, seed=SEED, num_resamples=drawn.num_resamples, confidence=drawn.confidence)
+        interval = partial(paired_interval, seed=SEED, num_resamples=drawn.num_resamples, confidence=drawn.confidence)
         rows = []
         for metric in _SHOWN:
             compared = compare_rows({_SET: self.rows}, {_SET: other.rows}, metric=metric, interval=interval)

@@ -20,6 +20,7 @@ import numpy as np
 import scipy
 
 _BEYOND = 0.5  # of a distance to the estimate: whole answers beyond the changes that were seen
+_NO_WIDTH = 1e-9  # of an interval; what rounding leaves
 _RESAMPLES_AT_ONCE = 256  # many questions must not need num_resamples x questions of memory
 
 
@@ -139,6 +140,30 @@ def bootstrap_average(
     if len(sets) == 1 and len({cluster for cluster, _ in sets[0]}) == len(sets[0]):
         return bootstrap_interval([score for _, score in sets[0]], **options)
     return _clustered_bootstrap(sets, [1 / len(sets)] * len(sets), **options)
+
+
+def mean_interval(
+    sets: Sequence[Scores], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
+) -> Interval:
+    """Returns the interval of the mean over sets of scores from 0 to 1: Wilson's where all answers are right or all are
+    wrong, since all resamples are then the same, else `bootstrap_average`."""
+    values = {score for scores in sets for _, score in scores}
+    if values in ({0.0}, {1.0}):
+        number = round(clustered_mean(sets).effective_questions)
+        return wilson_interval(number * int(1.0 in values), number, confidence=confidence)
+    return bootstrap_average(sets, seed=seed, num_resamples=num_resamples, confidence=confidence)
+
+
+def paired_interval(
+    sets: Sequence[Scores], *, seed: int = 0, num_resamples: int = 2000, confidence: float = 0.95
+) -> Interval:
+    """Returns the interval of the mean over sets of questions' differences: `difference_interval` where all questions
+    of a set differ alike, since all resamples are then the same, else `bootstrap_average`."""
+    drawn = bootstrap_average(sets, seed=seed, num_resamples=num_resamples, confidence=confidence)
+    if drawn.high - drawn.low > _NO_WIDTH:
+        return drawn
+    whole = difference_interval(clustered_mean(sets), confidence=confidence)
+    return Interval(value=drawn.value, low=max(whole.low, -1.0), high=min(whole.high, 1.0))
 
 
 def bootstrap_gap(

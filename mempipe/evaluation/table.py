@@ -16,7 +16,7 @@ import yaml
 from mempipe.evaluation.benchmarks import RULER, SEARCH_QA
 from mempipe.evaluation.cells import JUDGE, Cell, clustered_scores, runs_of
 from mempipe.evaluation.metrics import METRICS
-from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, bootstrap_gap, wilson_interval
+from mempipe.evaluation.statistics import Interval, Scores, bootstrap_gap, mean_interval
 from mempipe.evaluation.suite import Benchmark, Bootstrap
 
 OTHER = "other sets"
@@ -165,7 +165,7 @@ def average_interval(
         return None
     options = {"seed": seed, "num_resamples": bootstrap.num_resamples, "confidence": bootstrap.confidence}
     sets, others = ([scores[label] for label in chosen] for chosen in (labels, minus))
-    return bootstrap_gap(sets, others, **options) if others else bootstrap_average(sets, **options)
+    return bootstrap_gap(sets, others, **options) if others else mean_interval(sets, **options)
 
 
 def _published_rows(table: ScoreTable, labels: Sequence[str]) -> list[Row]:
@@ -204,17 +204,10 @@ def ordered(benchmarks: Mapping[str, Benchmark]) -> dict[str, Benchmark]:
 
 
 def score_interval(scores: Scores | None, *, bootstrap: Bootstrap, seed: int) -> Interval | None:
-    """Returns a bootstrap over questions, or Wilson's interval where all are right or all wrong, since then every
-    resample is the same.
-    """
+    """Returns the `mean_interval` of one set; None without scores."""
     if not scores:
         return None
-    values, num_questions = {score for _, score in scores}, len({cluster for cluster, _ in scores})
-    if values in ({0.0}, {1.0}):
-        return wilson_interval(num_questions * int(1.0 in values), num_questions, confidence=bootstrap.confidence)
-    return bootstrap_average(
-        [scores], seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence
-    )
+    return mean_interval([scores], seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence)
 
 
 def point(percent: float | None) -> Interval | None:

@@ -20,7 +20,14 @@ from mempipe.data.trajectories import read_made_of, read_trajectories
 from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality
 from mempipe.evaluation.quality_by_turn import quality_by_turn
 from mempipe.evaluation.rollout_metrics import rollout_metrics
-from mempipe.evaluation.statistics import Interval, bootstrap_interval, mcnemar_test, wilson_interval
+from mempipe.evaluation.statistics import (
+    Interval,
+    Scores,
+    mcnemar_test,
+    mean_interval,
+    paired_interval,
+    wilson_interval,
+)
 from mempipe.loader import parse_section
 from mempipe.provenance import differences
 from mempipe.reports.alarms import alarms
@@ -180,7 +187,7 @@ def em_interval(groups: Sequence[Group]) -> Interval:
     scores = _per_question(groups, "em")
     if _right_or_wrong(scores):
         return wilson_interval(round(sum(scores)), len(scores))
-    return bootstrap_interval(scores)
+    return mean_interval([_apart(scores)])
 
 
 def comparable(data: ReportData) -> ReportData:
@@ -231,7 +238,7 @@ def _evaluation(groups: Sequence[Group], *, label: str, memory_budget: int | Non
             counts = sum((trajectory_quality(t, group.question) for t in group.trajectories), counts)
         numbers |= {f"{name}_{label}": getattr(counts, name) for name in ("facts_retrieved", "facts_held", "answers")}
         numbers |= _by_turn(groups, label=label)
-    intervals = {"em": em_interval(groups), "f1": bootstrap_interval(_per_question(groups, "f1"))}
+    intervals = {"em": em_interval(groups), "f1": mean_interval([_apart(_per_question(groups, "f1"))])}
     for hops, part in by_hops(groups).items():
         intervals[f"em_{hops}_hops"] = em_interval(part)
         numbers[f"num_questions_{hops}_hops"] = len(part)
@@ -264,13 +271,18 @@ def _comparison(before: Sequence[Group], after: Sequence[Group]) -> dict[str, Nu
     if not pairs:
         return {}
     scores = [_per_question(groups, "em") for groups in ([a for a, _ in pairs], [b for _, b in pairs])]
-    difference = bootstrap_interval([after - before for before, after in zip(*scores, strict=True)])
+    difference = paired_interval([_apart([after - before for before, after in zip(*scores, strict=True)])])
     numbers: dict[str, Number] = {"em_difference": difference.value, "em_difference_low": difference.low}
     numbers["em_difference_high"] = difference.high
     if all(map(_right_or_wrong, scores)):
         test = mcnemar_test(*([score == 1.0 for score in side] for side in scores))
         numbers |= {"questions_gained": test.gained, "questions_lost": test.lost, "mcnemar_p": test.p_value}
     return numbers
+
+
+def _apart(scores: Sequence[float]) -> Scores:
+    """Returns the scores of questions that are all different."""
+    return [*enumerate(scores)]
 
 
 def _right_or_wrong(scores: Sequence[float]) -> bool:

@@ -2,7 +2,8 @@
 trusted.
 
 Rows are joined by the question's id, never by their order. The interval is a paired bootstrap over questions, in which
-a question that is asked several times (at several lengths, in several sets) is drawn as one. McNemar's test is of exact
+a question that is asked several times (at several lengths, in several sets) is drawn as one; where all questions differ
+alike, so that it would have no width, it is `difference_interval`. McNemar's test is of exact
 match, where a question is right or wrong, so it needs one attempt, one objective, and every question once. Questions
 that only one side has are skipped and counted.
 """
@@ -20,7 +21,7 @@ from typing import Any
 from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import SETTINGS, ResultRow, read_result_state, read_results
-from mempipe.evaluation.statistics import Interval, PairedTest, Scores, bootstrap_average, mcnemar_test
+from mempipe.evaluation.statistics import Interval, PairedTest, Scores, mcnemar_test, paired_interval
 from mempipe.settings import ConfigError
 
 OVERALL = "all sets"
@@ -65,7 +66,7 @@ def compare_runs(
         raise ConfigError(f"--metric is {metric!r}; the metrics are {', '.join(METRICS)}")
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
     rows = [{label: read_results(own[label]) for label in own if label in sets[0] and label in sets[1]} for own in sets]
-    interval = partial(bootstrap_average, seed=seed, num_resamples=num_resamples, confidence=confidence)
+    interval = partial(paired_interval, seed=seed, num_resamples=num_resamples, confidence=confidence)
     comparisons = compare_rows(*rows, metric=metric, interval=interval)
     if not comparisons:
         raise ConfigError(

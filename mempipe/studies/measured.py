@@ -20,7 +20,7 @@ from mempipe.engines.config import ModelConfig
 from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import SETTINGS, ResultRow, read_result_state, read_results
-from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, t_interval
+from mempipe.evaluation.statistics import Interval, Scores, mean_interval, t_interval
 from mempipe.planning.capacity import model_shape, weight_width
 from mempipe.settings import ConfigError
 
@@ -152,7 +152,7 @@ def measured(runs: Sequence[MeasuredRun], *, metric: str, seed: int) -> Measured
     trained_apart = len({run.training for run in runs} - {None}) == len(runs) > 1
     return Measured(
         sets=sets,
-        score=bootstrap_average(clustered(sets, metric=metric), seed=seed, num_resamples=NUM_RESAMPLES),
+        score=mean_interval(clustered(sets, metric=metric), seed=seed, num_resamples=NUM_RESAMPLES),
         by_seed=by_seed,
         over_trainings=t_interval(by_seed) if trained_apart else None,
         tokens_per_question=tokens_per_attempt(rows),

@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 
-from mempipe.evaluation.statistics import Interval, bootstrap_average, t_interval
+from mempipe.evaluation.statistics import Interval, mean_interval, paired_interval, t_interval
 from mempipe.evaluation.suite import Bootstrap
 from mempipe.evaluation.table import AVERAGE
 from mempipe.settings import ConfigError
@@ -100,14 +100,14 @@ def over_seeds(
     """Returns the table. `compared` are (row, row it is compared with); `untrained` rows have the same weights under
     every seed, and so no interval over trainings. `seed` is that of the bootstrap.
     """
-    draw = partial(bootstrap_average, seed=seed, num_resamples=bootstrap.num_resamples, confidence=bootstrap.confidence)
+    drawn = {"seed": seed, "num_resamples": bootstrap.num_resamples, "confidence": bootstrap.confidence}
     runs = list(evaluated.values())
     names, labels = list(runs[0]), list(next(iter(runs[0].values())))
     rows = {
         name: {
             column: _cell(
                 [mean_score(sets, metric) for sets in parts],
-                draw(clustered(pooled(parts), metric=metric)),
+                mean_interval(clustered(pooled(parts), metric=metric), **drawn),
                 bootstrap=bootstrap,
                 trained=name not in untrained,
             )
@@ -124,9 +124,12 @@ def over_seeds(
                     mean_score(after, metric) - mean_score(before, metric)
                     for before, after in zip(first[column], second[column], strict=True)
                 ],
-                compare_rows(pooled(first[column]), pooled(second[column]), metric=metric, interval=draw)[
-                    -1
-                ].difference,
+                compare_rows(
+                    pooled(first[column]),
+                    pooled(second[column]),
+                    metric=metric,
+                    interval=partial(paired_interval, **drawn),
+                )[-1].difference,
                 bootstrap=bootstrap,
                 trained=True,
             )

@@ -11,7 +11,7 @@ from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.distribution import distribution_tables
 from mempipe.evaluation.results import ResultRow
-from mempipe.evaluation.statistics import Interval, Scores, bootstrap_average, bootstrap_interval
+from mempipe.evaluation.statistics import Interval, Scores, bootstrap_interval, paired_interval
 from mempipe.evaluation.suite import Bootstrap
 from mempipe.evaluation.table import ScoreTable, score_interval, score_tables
 from mempipe.studies.compare import SetComparison, compare_rows
@@ -77,7 +77,7 @@ def score_suite(cells: Sequence[Cell], *, bootstrap: Bootstrap, seed: int) -> Su
     drawn = {"seed": seed, "num_resamples": bootstrap.num_resamples, "confidence": bootstrap.confidence}
     first, *others = runs_of(cells)
     rows = {run: {cell.benchmark.label: cell.rows for cell in cells if cell.run == run} for run in (first, *others)}
-    compare = partial(compare_rows, rows[first], metric=METRIC, interval=partial(bootstrap_average, **drawn))
+    compare = partial(compare_rows, rows[first], metric=METRIC, interval=partial(paired_interval, **drawn))
     score = partial(score_interval, bootstrap=bootstrap, seed=seed)
     return SuiteScores(
         cells=cells,

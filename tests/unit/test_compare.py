@@ -93,7 +93,9 @@ def test_rows_are_joined_by_id_whatever_their_order(tmp_path):
     a = results(tmp_path / "a" / "nq", rights)
     b = results(tmp_path / "b" / "nq", dict(reversed(rights.items())))
     (nq,) = compare_runs(a, b)
-    assert (nq.difference.low, nq.difference.high) == (0.0, 0.0) and (nq.mcnemar.gained, nq.mcnemar.lost) == (0, 0)
+    assert nq.difference.value == 0.0 and (nq.mcnemar.gained, nq.mcnemar.lost) == (0, 0)
+    (in_order,) = compare_runs(a, results(tmp_path / "c" / "nq", rights))
+    assert nq == in_order
 
 
 def test_mcnemar_has_no_meaning_for_several_attempts(tmp_path):
@@ -104,9 +106,18 @@ def test_mcnemar_has_no_meaning_for_several_attempts(tmp_path):
 
 def test_the_interval_is_paired(tmp_path):
     a = results(tmp_path / "a" / "nq", {str(i): i % 2 == 0 for i in range(40)})
-    b = results(tmp_path / "b" / "nq", {str(i): i % 2 == 0 for i in range(40)})
+    b = results(tmp_path / "b" / "nq", {str(i): i % 2 == 0 or i == 1 for i in range(40)})
     difference = compare_runs(a, b)[0].difference
-    assert difference.low == difference.value == difference.high == 0.0
+    assert (difference.low, difference.value) == (0.0, 0.025) and difference.high < 0.1  # unpaired: .25
+
+
+@pytest.mark.parametrize("gained", [False, True])
+def test_few_questions_that_all_differ_alike_are_no_certainty(tmp_path, gained):
+    a = results(tmp_path / "a" / "nq", {str(i): not gained for i in range(3)})
+    b = results(tmp_path / "b" / "nq", {str(i): True for i in range(3)})
+    difference = compare_runs(a, b)[0].difference
+    assert difference.value == float(gained)
+    assert difference.high - difference.low > 0.3 and difference.low >= -1 and difference.high <= 1
 
 
 def test_sets_that_one_side_lacks_and_other_settings_are_said(tmp_path):

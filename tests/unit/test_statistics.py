@@ -14,6 +14,7 @@ from mempipe.evaluation.statistics import (
     clustered_mean,
     difference_interval,
     mcnemar_test,
+    mean_interval,
     t_interval,
     wilson_interval,
 )
@@ -142,6 +143,16 @@ def test_the_interval_of_an_average_ends_where_scores_end():
     assert bootstrap_gap(right, wrong).high == 1.0 and bootstrap_gap(wrong, right).low == -1.0
     several = bootstrap_average([[("a", 1.0)] * 9 + [("b", 0.0), ("c", 1.0)]])
     assert several.high == 1.0 and several.value == pytest.approx(10 / 11)
+
+
+def test_an_average_of_sets_that_are_all_right_is_no_certainty():
+    three, many = ([(f"{number}/{i}", 1.0) for i in range(number)] for number in (3, 1000))
+    assert mean_interval([three]) == wilson_interval(3, 3)
+    assert mean_interval([three, three]) == wilson_interval(3, 3)  # the same questions
+    assert mean_interval([three, many]) == wilson_interval(12, 12)  # half of the weight is that of three questions
+    assert mean_interval([[(cluster, 0.0) for cluster, _ in three]]) == wilson_interval(0, 3)
+    mixed = [*three, ("wrong", 0.0)]
+    assert mean_interval([mixed, many]) == bootstrap_average([mixed, many])
 
 
 def test_the_gap_between_sets_of_other_questions_has_the_variance_of_both():
