@@ -33,6 +33,7 @@ from mempipe.checks.run import check_retrieval
 from mempipe.config import RunConfig
 from mempipe.data.qa import skipped_text, understood
 from mempipe.data.ruler import read_depths
+from mempipe.engines.config import EndpointConfig
 from mempipe.engines.endpoint import Endpoint
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, read_benchmark
@@ -47,6 +48,7 @@ from mempipe.evaluation.table import percent_text
 from mempipe.progress import Progress, say, waiting
 from mempipe.provenance import files_sha256, model_sha256
 from mempipe.reports.evaluation import failure_reasons, write_evaluation_report
+from mempipe.reports.examples import golden_text
 from mempipe.reports.terminal import console, table
 from mempipe.retrieval.manifest import index_sha256
 from mempipe.rollout import prompt_hash
@@ -264,7 +266,7 @@ def evaluate_set(
             for group in waiting
         ]
         if suite.judge is not None:
-            rows = asyncio.run(_judge(suite, rows))
+            rows = asyncio.run(judged(suite.judge, waiting, rows))
         if suite.recall is not None and planned.config.has_memory:
             rows = asyncio.run(with_recalls(Endpoint(suite.recall), waiting, rows))
         reached("evaluation.part", title=title)
@@ -352,15 +354,17 @@ async def _check_endpoint(endpoint: Endpoint, *, context_tokens: int = 0) -> Non
         await endpoint.close()
 
 
-async def _judge(suite: EvaluationSuite, rows: Sequence[ResultRow]) -> list[ResultRow]:
-    assert suite.judge is not None, "there is a judge"
-    endpoint = Endpoint(suite.judge)
+async def judged(judge: EndpointConfig, groups: Sequence[Group], rows: Sequence[ResultRow]) -> list[ResultRow]:
+    """Returns the rows with the judge's verdicts. For a joined question the reference has all golden answers of each
+    objective; those of its row are the first ones."""
+    endpoint = Endpoint(judge)
 
-    async def judged(row: ResultRow) -> ResultRow:
-        return row.with_verdicts(await judge_answers(row.question, row.golden_answers, row.answers, endpoint.chat))
+    async def asked(group: Group, row: ResultRow) -> ResultRow:
+        golds = [golden_text(group.question)] if group.question.objectives else row.golden_answers
+        return row.with_verdicts(await judge_answers(row.question, golds, row.answers, endpoint.chat))
 
     try:
-        return list(await asyncio.gather(*map(judged, rows)))
+        return list(await asyncio.gather(*map(asked, groups, rows)))
     finally:
         await endpoint.close()
 

@@ -37,7 +37,8 @@ class Cell:
 
     @property
     def judged(self) -> bool:
-        return any(row.judge is not None for row in self.rows)
+        """Returns whether a judge was asked, also where none of its verdicts could be read."""
+        return any(row.judge is not None or row.judge_unparsed for row in self.rows)
 
     def scores(self, metric: str) -> dict[str, float]:
         """Returns each question's score by its id; failed ones have 0, those without a verdict of the judge are

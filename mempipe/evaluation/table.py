@@ -77,7 +77,7 @@ def merged_tables(tables: Sequence[ScoreTable]) -> list[ScoreTable]:
     """Returns the tables of several metrics, those that follow each other with the same numbers as one."""
     merged: list[ScoreTable] = []
     for table in tables:
-        if merged and merged[-1].rows == table.rows:
+        if merged and (merged[-1].rows, merged[-1].notes) == (table.rows, table.notes):
             merged[-1] = replace(merged[-1], same=[*merged[-1].same, table.metric])
         else:
             merged.append(table)
@@ -147,9 +147,21 @@ def _table(
             columns=[*labels, *[AVERAGE] * (len(labels) > 1)],
             rows=rows,
             claims=published_claims(kind),
+            notes=_unjudged(cells) if metric == JUDGE else (),
         ),
         labels,
     )
+
+
+def _unjudged(cells: Sequence[Cell]) -> list[str]:
+    """Returns a sentence for each run whose attempts the judge gave no verdict on, or not on all of them."""
+    sentences = []
+    for run in runs_of(cells):
+        rows = [row for cell in cells if cell.run == run for row in cell.rows]
+        missing, attempts = sum(row.judge_unparsed for row in rows), sum(len(row.answers) for row in rows)
+        if missing:
+            sentences.append(f"{run}: {missing:,} of {attempts:,} attempts have no verdict and do not count.")
+    return sentences
 
 
 def with_published(table: ScoreTable, labels: Sequence[str]) -> ScoreTable:
