@@ -248,15 +248,15 @@ def t_interval(values: Sequence[float], *, confidence: float = 0.95) -> Interval
     return Interval(value=value, low=value - reach, high=value + reach)
 
 
-def trainings_needed(deviation: float, margin: float, *, confidence: float, power: float, at_most: int = 1000) -> int:
+def trainings_needed(deviation: float, margin: float, *, confidence: float, power: float) -> int:
     """Returns the trainings whose t-interval would lie above -margin with probability `power`, if there is no true
-    difference and the differences of trainings have this standard deviation; `at_most` if even that number is too
-    small."""
-    for number in range(2, at_most):
-        quantiles = [float(scipy.stats.t.ppf(share, number - 1)) for share in (0.5 + confidence / 2, power)]
-        if sum(quantiles) * deviation / math.sqrt(number) <= margin:
-            return number
-    return at_most
+    difference and the differences of trainings have this standard deviation."""
+    shares = (0.5 + confidence / 2, power)
+    normal = sum(float(scipy.stats.norm.ppf(share)) for share in shares)
+    number = max(2, math.ceil((normal * deviation / margin) ** 2))  # quantiles of t are larger
+    while sum(float(scipy.stats.t.ppf(share, number - 1)) for share in shares) * deviation / math.sqrt(number) > margin:
+        number += 1
+    return number
 
 
 def unbounded(value: float) -> Interval:

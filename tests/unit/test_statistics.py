@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import scipy
 
 from mempipe.evaluation.statistics import (
     Interval,
@@ -16,6 +17,7 @@ from mempipe.evaluation.statistics import (
     mcnemar_test,
     mean_interval,
     t_interval,
+    trainings_needed,
     wilson_interval,
 )
 
@@ -153,6 +155,16 @@ def test_an_average_of_sets_that_are_all_right_is_no_certainty():
     assert mean_interval([[(cluster, 0.0) for cluster, _ in three]]) == wilson_interval(0, 3)
     mixed = [*three, ("wrong", 0.0)]
     assert mean_interval([mixed, many]) == bootstrap_average([mixed, many])
+
+
+@pytest.mark.parametrize("deviation", [0.0, 0.01, 0.02, 0.11, 0.5])
+def test_the_trainings_needed_are_the_fewest_that_would_do(deviation):
+    def reach(number: int) -> float:
+        return sum(scipy.stats.t.ppf(share, number - 1) for share in (0.975, 0.8)) * deviation / math.sqrt(number)
+
+    number = trainings_needed(deviation, 0.02, confidence=0.95, power=0.8)
+    assert reach(number) <= 0.02 and (number == 2 or reach(number - 1) > 0.02)
+    assert deviation < 0.5 or number > 4900
 
 
 def test_the_gap_between_sets_of_other_questions_has_the_variance_of_both():
