@@ -81,8 +81,9 @@ def _say_while_late(came: threading.Event, waited_for: Callable[[], str], after_
 
 @functools.cache
 def _console() -> Console:
-    """Returns the console of all bars, so that an inner bar is shown below the outer one and does not overwrite it."""
-    return Console()
+    """Returns the console of all bars, so that an inner bar is shown below the outer one and does not overwrite it. It
+    prints the names of runs and sets as they are, brackets included."""
+    return Console(markup=False, emoji=False)
 
 
 class Progress:
@@ -108,7 +109,7 @@ class Progress:
                 TimeRemainingColumn(),
             )
             self._bar = Bar(
-                TextColumn("[bold]{task.description:16}"),
+                TextColumn("{task.description:16}", style="bold", markup=False),
                 *columns,
                 TextColumn("{task.fields[numbers]}"),
                 console=self._console,

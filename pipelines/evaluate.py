@@ -394,8 +394,8 @@ def _print(scores: SuiteScores, paths: Sequence[Path]) -> None:
             out.print(note, soft_wrap=True)
     if failed := sum(cell.num_failed for cell in scores.cells):
         counted = "1 question failed and counts" if failed == 1 else f"{failed:,} questions failed and count"
-        out.print(f"[bold]{counted} with 0:[/bold]")
+        out.print(f"{counted} with 0:", style="bold")
         for reason in failure_reasons(row for cell in scores.cells for row in cell.rows):
-            out.print(f"  {reason}", soft_wrap=True, markup=False, highlight=False)
+            out.print(f"  {reason}", soft_wrap=True, highlight=False)
     published = ", with published numbers" * any(row.published for scored in scores.tables for row in scored.rows)
     out.print(f"Report{published}: {next(path for path in paths if path.suffix == '.html')}", soft_wrap=True)

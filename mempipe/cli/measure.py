@@ -123,7 +123,7 @@ def _compare(arguments: argparse.Namespace) -> None:
     out.print(shown)
     out.print(f"A is {first}, B is {second}", soft_wrap=True)
     for line in warnings(first, second, comparisons):
-        out.print(f"[bold]note[/bold] {line}", soft_wrap=True)
+        out.print(f"note {line}", soft_wrap=True)
 
 
 def _budgets(arguments: argparse.Namespace) -> None:

@@ -53,7 +53,7 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
         *(line for command, meaning in steps for line in (f"  {command}", f"      {meaning}")),
     )
     for line in lines:
-        out.print(line, soft_wrap=True, markup=False)  # commands can be copied whole
+        out.print(line, soft_wrap=True)  # commands can be copied whole
 
 
 def _profiles(run: Run) -> list[str]:
@@ -82,7 +82,7 @@ def closing_study(study: BudgetStudy, *, paths: Sequence[Path]) -> None:
         out.print(shown)
     pages = [f"Report: {path}" for path in paths if path.suffix == ".html"]
     for line in [*verdicts(study), *pages]:
-        out.print(line, soft_wrap=True, markup=False, highlight=False)
+        out.print(line, soft_wrap=True, highlight=False)
 
 
 def _short(value: float) -> str:

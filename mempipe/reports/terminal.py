@@ -19,6 +19,8 @@ def table(*headers: str, title: str = "", right: Collection[str] = ()) -> Table:
 
 
 def console() -> Console:
-    """Returns the console of the process, as wide as its terminal, COLUMNS or WIDTH."""
-    found = Console()
-    return found if found.is_terminal or "COLUMNS" in os.environ else Console(width=WIDTH)
+    """Returns the console of the process, as wide as its terminal, COLUMNS or WIDTH. It prints names and paths as they
+    are, brackets included."""
+    found = Console(markup=False, emoji=False)
+    has_width = found.is_terminal or "COLUMNS" in os.environ
+    return found if has_width else Console(markup=False, emoji=False, width=WIDTH)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from mempipe.progress import Progress
 from mempipe.reports.terminal import WIDTH, console, table
 
 NAMES = [f"memsearcher-trained-at-{budget}" for budget in (512, 1024, 2048)]
@@ -25,6 +26,19 @@ def test_a_pipe_has_a_line_for_each_row(capsys, monkeypatch):
     assert [row.split()[1] for row in rows] == NAMES
     assert all(row.count("41.25 (38.1–100.0) │") == len(SETS) for row in rows)
     assert max(map(len, lines)) <= WIDTH
+
+
+def test_brackets_in_names_are_printed_and_are_no_markup(capsys):
+    shown = table("", "nq[dev]", title="search[qa]: em")
+    for name in ("base[v2]", "base[bold]", ":100:"):
+        shown.add_row(name, "1.00")
+    console().print(shown)
+    console().print("A is evaluations[old]/a [/b]")
+    with Progress("base[v2], nq", total=1) as progress:
+        progress.advance()
+    text = capsys.readouterr().out
+    for name in ("nq[dev]", "search[qa]", "base[v2] ", "base[bold]", ":100:", "[old]/a [/b]", "base[v2], nq: 1/1"):
+        assert name in text
 
 
 def test_a_narrow_terminal_folds_what_does_not_fit(capsys, monkeypatch):
