@@ -69,6 +69,11 @@ class EvaluationConfig(Section):
     untrained: bool = False
     """Answer them before the warm start as well."""
 
+    @property
+    def sampled(self) -> str:
+        """Says how the answers are sampled, for a reader of their scores."""
+        return f"temperature {self.temperature:g}" if self.temperature else "greedy"
+
 
 class NoiseConfig(Section):
     """Says how often a script of noisy demonstrations errs, as probabilities per decision."""

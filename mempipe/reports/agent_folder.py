@@ -79,6 +79,7 @@ def _card(config: RunConfig, run: Path, *, step: int) -> str:
         is_on_hub=bool(source) and not is_local_path(source) and "/" in source,
         world=config.world is not None,
         evaluations=evaluations,
+        sampled=config.evaluation.sampled,
         inputs={name: digest[:16] for name, digest in saved_inputs(run).items() if digest},
         source=saved_source(run),
         algorithm=config.algorithm,

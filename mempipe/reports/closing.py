@@ -13,6 +13,7 @@ from mempipe.reports.next_steps import next_steps
 from mempipe.reports.terminal import console, table
 from mempipe.runs import Run
 from mempipe.studies.budgets import BudgetStudy
+from mempipe.tracking.mlflow_writer import without_credentials
 
 _ROWS = (
     ("exact match", "em"),
@@ -30,8 +31,9 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
     """Prints the results of a run, the places of its files, the missing records, and the next commands."""
     report = json.loads((run.folder / "report.json").read_text())
     out = console()
+    sampled = run.config.evaluation.sampled
     shown = table(
-        "", "before", "after", title=f"{run.config.name}: held-out questions, greedy", right=("before", "after")
+        "", "before", "after", title=f"{run.config.name}: held-out questions, {sampled}", right=("before", "after")
     )
     for label, key in _ROWS:
         if f"{key}_start" in report and f"{key}_end" in report:
@@ -40,7 +42,7 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
     for name in ("note", "alarms"):
         if name in report:
             out.print(report[name])
-    steps = next_steps(run.folder, run.config.model_dump(mode="json"))
+    steps = next_steps(run.folder, without_credentials(run.config.model_dump(mode="json")))
     minutes = sum(run.seconds.values()) / 60
     longest = sorted(run.seconds.items(), key=lambda phase: -phase[1])
     phases = ", ".join(f"{name.replace('_', ' ')} {seconds:.0f} s" for name, seconds in longest if seconds >= 1)

@@ -281,6 +281,15 @@ def test_a_model_card_names_the_text_of_the_training_questions(run, tmp_path):
     assert "were created from" not in agent_files(run, step=3)["README.md"]
 
 
+def test_a_model_card_says_how_its_answers_were_sampled(run, tmp_path):
+    copied = shutil.copytree(run, tmp_path / "run")
+    assert "one attempt each (greedy); exact match" in agent_files(copied, step=3)["README.md"]
+    settings = yaml.safe_load((copied / "config.yaml").read_text())
+    settings["evaluation"]["temperature"] = 0.7
+    (copied / "config.yaml").write_text(yaml.safe_dump(settings))
+    assert "one attempt each (temperature 0.7); exact match" in agent_files(copied, step=3)["README.md"]
+
+
 UNLOADABLE = {
     "does not exist; give the folder of a run": ("nowhere/at/all", {}),
     "an endpoint is given as {'url': 'http://127.0.0.1:1/v1'": ("http://127.0.0.1:1/v1", {}),

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from mempipe.loader import load_config
 from mempipe.progress import Progress
+from mempipe.reports.closing import closing_table
 from mempipe.reports.terminal import WIDTH, console, table
+from mempipe.runs import Run
 
 NAMES = [f"memsearcher-trained-at-{budget}" for budget in (512, 1024, 2048)]
 SETS = ["hotpotqa", "2wikimultihopqa", "musique", "bamboogle", "all sets"]
@@ -47,3 +50,13 @@ def test_a_narrow_terminal_folds_what_does_not_fit(capsys, monkeypatch):
     assert max(map(len, lines)) <= 70
     first = "".join(line.split("│")[1].strip() for line in lines if line.startswith("│"))
     assert first == "".join(NAMES) and "…" not in "".join(lines)
+
+
+def test_the_last_lines_of_a_training_say_how_it_was_evaluated_and_no_password(capsys, tmp_path):
+    own = ["evaluation.temperature=0.7", "tracking.uri=https://ann:secret@example.org", f"output={tmp_path}"]
+    run = Run(load_config("quickstart", own))
+    (run.folder / "report.json").write_text('{"em_start": 0.25, "em_end": 0.5}')
+    closing_table(run)
+    text = capsys.readouterr().out
+    assert "held-out questions, temperature 0.7" in " ".join(text.split()) and "0.250" in text
+    assert "example.org" in text and "secret" not in text
