@@ -138,7 +138,7 @@ def measure(number: int, claim: Claim, arguments: argparse.Namespace, *, run: Ru
     settings = f", with {' '.join(arguments.overrides)}" if arguments.overrides else ""
     block = [
         f"**{verdict.capitalize()}**: {'seeds' if len(seeds) > 1 else 'seed'} {', '.join(map(str, seeds))}, "
-        f"{arguments.questions} questions{settings}, {hours:.1f} hours of training.",
+        f"{num_asked(evaluated, arguments.questions)} questions{settings}, {hours:.1f} hours of training.",
         "",
         *markdown(deciding, also),
         "",
@@ -205,6 +205,19 @@ def question_file(folder: Path, label: str, seed: int, num_questions: int) -> Pa
         path, make_questions(worlds, num_questions, seed=seed, hops=asked.hops, objectives=asked.objectives)
     )
     return path
+
+
+def num_asked(evaluated: Evaluated, wanted: int) -> str:
+    """Returns the number of questions of a set: `wanted`, or that of the file that a training left, from the least to
+    the most over seeds."""
+    of_files = {
+        len(rows)
+        for runs in evaluated.values()
+        for sets in runs.values()
+        for label, rows in sets.items()
+        if SETS[label].file
+    }
+    return " to ".join(map(str, sorted({min(of_files), max(of_files)} if of_files else {wanted})))
 
 
 def compared(evaluated: Evaluated, sets: Sequence[str], pairs: Sequence[tuple[str, str]] = ()) -> SeedTable:

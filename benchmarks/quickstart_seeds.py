@@ -95,12 +95,17 @@ def run(seed: int, output: str, overrides: list[str]) -> dict[str, float | str]:
         "before, 95 %": interval("start"),
         "em after": round(found["em_end"], 3),
         "after, 95 %": interval("end"),
-        **{f"{hops} hops after": round(found[f"em_{hops}_hops_end"], 3) for hops in (1, 2, 3)},
-        "kept after": round(found["kept_rate_end"], 3),
+        **{f"{hops} hops after": round(found[f"em_{hops}_hops_end"], 3) for hops in hops_of(found)},
+        **({"kept after": round(found["kept_rate_end"], 3)} if "kept_rate_end" in found else {}),
         "questions": found["num_questions"],
         "steps": found["num_steps"],
         "minutes": round(found["seconds_total"] / 60, 1),
     }
+
+
+def hops_of(found: Mapping[str, float]) -> list[int]:
+    """Returns the numbers of hops that were asked."""
+    return sorted(int(name.split("_")[1]) for name in found if re.fullmatch(r"em_\d+_hops_end", name))
 
 
 def report(folder: Path) -> dict[str, float]:
@@ -121,7 +126,7 @@ def table_lines(reports: Mapping[int, Mapping[str, float]]) -> list[str]:
             low, high = found[f"em_{label}_low"], found[f"em_{label}_high"]
             return f"{mark}{found[f'em_{label}']:.3f}{mark} ({low:.3f} to {high:.3f})"
 
-        hops = " / ".join(f"{found[f'em_{number}_hops_end']:.2f}" for number in (1, 2, 3))
+        hops = " / ".join(f"{found[f'em_{number}_hops_end']:.2f}" for number in hops_of(found))
         kept = f"{found['kept_rate_start']:.2f} → {found['kept_rate_end']:.2f}"
         tokens = f"{found['context_tokens_per_turn']:.0f} ({found['full_history_tokens_per_turn']:.0f})"
         cells = [with_interval("start", ""), with_interval("end", "**"), hops, kept, tokens]

@@ -251,6 +251,13 @@ def test_claims_share_what_they_need_and_an_interrupted_one_resumes(tmp_path, pa
     assert "**Not shown**" in section(page, 5)
 
 
+def test_the_questions_of_a_file_that_a_training_left_are_counted(tmp_path):
+    rows = [result_row(each, growing=False, prompt_hash="p") for each in answered([True] * 5)]
+    assert claims.num_asked({1: {"smollm2": {"gaps": rows}}, 2: {"smollm2": {"gaps": rows[:4]}}}, 384) == "4 to 5"
+    assert claims.num_asked({1: {"smollm2": {"gaps": rows}}}, 384) == "5"
+    assert claims.num_asked({1: {"full": {"world": rows}}}, 384) == "384"
+
+
 @pytest.mark.slow
 def test_a_difference_below_zero_contradicts_a_claim(tmp_path, page):
     claims.main(command(tmp_path, page, "--claim", "6"), run=Scripted({"full": 4, "alone": 6}))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,19 @@ def test_only_the_table_of_the_readme_changes(tmp_path):
     assert after.split(MARKS[1])[1] == before.split(MARKS[1])[1]
     assert after.split(MARKS[0])[1].split(MARKS[1])[0].splitlines()[:2] == table_lines({})
     assert ROW in after.splitlines()
+
+
+def test_trainings_on_other_hops_have_their_row(tmp_path, monkeypatch, capsys):
+    hops = {"em_1_hops_end": 0.9, "em_4_hops_end": 0.8}
+    found = {name: value for name, value in MEASURED.items() if "hops" not in name and "kept" not in name} | hops
+    (tmp_path / "seed-1").mkdir()
+    (tmp_path / "seed-1" / "report.json").write_text(
+        json.dumps(found | {"num_questions": 64, "num_steps": 30, "seconds_total": 600.0})
+    )
+    monkeypatch.setattr("benchmarks.quickstart_seeds.foreground", lambda command: None)
+    assert main(["--seeds", "1", "--output", str(tmp_path), "world.hops=[1,4]"]) == 0
+    shown = capsys.readouterr().out
+    assert "4 hops after" in shown and "2 hops after" not in shown and "1 of 1 seeds" in shown
 
 
 def test_a_page_without_the_marks_is_refused(tmp_path):
