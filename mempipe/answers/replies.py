@@ -123,7 +123,9 @@ def answer_logprobs(trajectory: Trajectory, decode: Callable[[Sequence[int]], st
 
 
 def _last_message(trajectory: Trajectory) -> tuple[list[int], list[float]]:
-    """Returns the tokens of the last sampled message and their log-probs."""
+    """Returns the tokens of the last sampled message and their log-probs; none of an attempt without a context."""
+    if not trajectory.contexts:
+        return [], []
     context = trajectory.contexts[-1]
     mask = list(context.loss_mask)
     first = next((i + 1 for i in reversed(range(len(mask))) if not mask[i]), 0)

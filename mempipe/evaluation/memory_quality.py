@@ -133,7 +133,8 @@ def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQual
     for places, answered in zip(places_by_objective(question), _answered(trajectory, question), strict=True):
         if answered and places:
             last = question.evidence[places[-1]]
-            known = any(contains_value(text, last.value) for text in memories) or finds(trajectory.contexts[-1], last)
+            found = any(finds(context, last) for context in trajectory.contexts[-1:])  # a user's agent may have none
+            known = found or any(contains_value(text, last.value) for text in memories)
             counts += MemoryQuality(answers=1, early_answers=int(not known))
     return counts
 

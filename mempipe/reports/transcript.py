@@ -106,11 +106,10 @@ def _draw_trajectory(drawing: _Drawing, traced: Traced) -> None:
     trajectory = traced.trajectory
     drawing.text(_HEADS.get(traced.phase, traced.phase), style="head")
     drawing.y += 10
-    *turns, last = shown_turns(trajectory, traced.question, text=traced.text)
+    turns = shown_turns(trajectory, traced.question, text=traced.text)
     for turn in turns:
-        _draw_turn(drawing, turn)
-    if last.queries or trajectory.answer is None:
-        _draw_turn(drawing, last)
+        if turn is not turns[-1] or turn.queries or trajectory.answer is None:  # else the answer says all of it
+            _draw_turn(drawing, turn)
     top, right = drawing.y, trajectory.em == 1.0
     drawing.y += 3
     answer = trajectory.answer.strip() if trajectory.answer is not None else "none"

@@ -1,0 +1,45 @@
+"""An attempt of a user-defined agent that answers before it asks the model: it has no context."""
+
+from __future__ import annotations
+
+import pytest
+
+from mempipe.answers.conversation import next_memory
+from mempipe.answers.replies import answer_logprobs, usage_of
+from mempipe.evaluation.memory_quality import trajectory_quality
+from mempipe.reports.traced import Traced
+from mempipe.reports.transcript import write_transcript
+from mempipe.types import EndReason, Evidence, Question, Trajectory
+
+QUESTION = Question(
+    id="q", text="Where is it?", golden_answers=["Oslo"], evidence=[Evidence(passage_id="1", value="Oslo")]
+)
+
+
+@pytest.fixture
+def attempt() -> Trajectory:
+    end = EndReason.ANSWERED
+    return Trajectory(id="after/q/0", group_id="after/q", member=0, contexts=[], end_reason=end, answer="Oslo")
+
+
+def decode(token_ids: object) -> str:
+    return ""
+
+
+def test_its_reply_has_no_tokens_and_a_session_keeps_its_answer(attempt):
+    usage = usage_of([attempt], cached_tokens=0, decode=decode)
+    assert (usage.total_tokens, usage.completion_tokens_details.reasoning_tokens) == (0, 0)
+    assert answer_logprobs(attempt, decode) == []
+    assert next_memory(QUESTION, attempt) == "Where is it? Oslo"
+
+
+def test_its_answer_is_an_early_one(attempt):
+    counts = trajectory_quality(attempt, QUESTION)
+    assert (counts.answers, counts.early_answers, counts.memory_turns) == (1, 1, 0)
+
+
+def test_its_picture_has_the_answer(attempt, tmp_path):
+    write_transcript(
+        tmp_path / "own.svg", [Traced(phase="after", question=QUESTION, trajectory=attempt, memory_budget=None)]
+    )
+    assert "Oslo (wrong)" in (tmp_path / "own.svg").read_text()
