@@ -298,9 +298,10 @@ def _size(num_bytes: float) -> str:
 
 def _note(study: BudgetStudy, curve: BudgetCurve) -> str:
     compared, margin = (len(curve.points) - 1) * len(study.parts), _points(study.margin)
+    skipped = f"Skipped, since not asked under every budget: {', '.join(curve.skipped)}. " if curve.skipped else ""
     return (
-        "Scores have 95 % bootstrap intervals over questions, sets weighing the same. Differences are paired by "
-        f"question; their intervals hold together with a probability of {1 - ALPHA:.0%} (Bonferroni over {compared} "
+        f"{skipped}Scores have 95 % bootstrap intervals over questions, sets weighing the same. Differences are paired "
+        f"by question; their intervals hold together with a probability of {1 - ALPHA:.0%} (Bonferroni over {compared} "
         f"differences). A budget is enough when the interval, of it and of every larger budget, lies above -{margin}, "
         "and not enough when it is below. The power is a cautious estimate of the probability that a "
         "budget which loses nothing is called enough. The largest context is in tokens, a mean over attempts."

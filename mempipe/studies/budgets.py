@@ -109,6 +109,8 @@ class BudgetCurve:
     agent: str
     points: list[BudgetPoint]
     model: ModelSize | None = None
+    skipped: Sequence[str] = ()
+    """Sets of these questions that were asked under some of the budgets only."""
 
     @property
     def smallest_enough(self) -> BudgetPoint | None:
@@ -296,6 +298,7 @@ def budget_curve(
     everywhere = set.intersection(*(set(run.sets) for runs in budgets.values() for run in runs))
     if not everywhere:
         raise ConfigError(f"{agent}: no set was asked under all of its budgets, {', '.join(map(str, sorted(budgets)))}")
+    skipped = sorted({label for runs in budgets.values() for run in runs for label in run.sets} - everywhere)
     budgets = {tokens: [_on_sets(run, everywhere) for run in runs] for tokens, runs in budgets.items()}
     confidence = 1 - ALPHA / (num_parts * (len(budgets) - 1))
     points = [
@@ -316,7 +319,7 @@ def budget_curve(
         needed = trainings_needed(stdev(by_training), margin, confidence=confidence, power=POWER) if over else None
         test = replace(test, by_training=by_training, over_trainings=over, trainings_needed=needed)
         tested.append(replace(point, test=test))
-    return BudgetCurve(agent=agent, points=[*tested, points[-1]], model=budgets[largest][0].model)
+    return BudgetCurve(agent=agent, points=[*tested, points[-1]], model=budgets[largest][0].model, skipped=skipped)
 
 
 def _on_sets(run: MeasuredRun, labels: Collection[str]) -> MeasuredRun:

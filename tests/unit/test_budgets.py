@@ -481,8 +481,10 @@ def test_a_set_that_was_asked_under_one_budget_only_has_no_curve(tmp_path, with_
 
 def test_the_budgets_of_a_curve_are_scored_on_the_same_sets():
     both = {"nq": rows([True] * 8), "hp": rows([False] * 8)}
-    (curve,) = study({4: {"nq": rows([True] * 8)}, 8: both}).whole.curves
-    assert [point.measured.score.value for point in curve.points] == [1.0, 1.0]
+    result = study({4: {"nq": rows([True] * 8)}, 8: both})
+    (curve,) = result.whole.curves
+    assert [point.measured.score.value for point in curve.points] == [1.0, 1.0] and curve.skipped == ["hp"]
+    assert "Skipped, since not asked under every budget: hp. Scores have" in "\n".join(budget_lines(result))
     with pytest.raises(ConfigError, match="a: no set was asked under all of its budgets, 4, 8"):
         study({4: {"nq": both["nq"]}, 8: {"hp": both["hp"]}})
 
