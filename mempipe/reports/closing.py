@@ -36,8 +36,9 @@ def closing_table(run: Run, *, losses: Sequence[str] = ()) -> None:
         "", "before", "after", title=f"{run.config.name}: held-out questions, {sampled}", right=("before", "after")
     )
     for label, key in _ROWS:
-        if f"{key}_start" in report and f"{key}_end" in report:
-            shown.add_row(label, _short(report[f"{key}_start"]), _short(report[f"{key}_end"]))
+        values = [report.get(f"{key}_{end}") for end in ("start", "end")]
+        if any(value is not None for value in values):
+            shown.add_row(label, *map(_short, values))
     out.print(shown)
     for name in ("note", "alarms"):
         if name in report:
@@ -87,5 +88,7 @@ def closing_study(study: BudgetStudy, *, paths: Sequence[Path]) -> None:
         out.print(line, soft_wrap=True, highlight=False)
 
 
-def _short(value: float) -> str:
+def _short(value: float | None) -> str:
+    if value is None:
+        return "–"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.0f}"

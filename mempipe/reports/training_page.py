@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -184,10 +185,11 @@ def _f1_is_em(numbers: Numbers) -> bool:
 
 
 def _change_tile(label: str, numbers: Numbers, name: str, note: str) -> Tile | None:
-    values = [percent(v) for v in (_value(numbers, f"{name}_start"), _value(numbers, f"{name}_end")) if v is not None]
-    if not values:
-        return None
-    return Tile(label=label, value=values[-1], note=note, old=values[0] if len(values) > 1 else "")
+    """Returns the value after training, and before it; a run that ended early may have the one before alone."""
+    start, end = (_value(numbers, f"{name}_{side}") for side in ("start", "end"))
+    if end is not None:
+        return Tile(label=label, value=percent(end), note=note, old="" if start is None else percent(start))
+    return None if start is None else Tile(label=f"{label} before training", value=percent(start), note=note)
 
 
 def _em_note(numbers: Numbers) -> str:
@@ -258,11 +260,10 @@ def _training_curves(data: ReportData) -> list[tuple[str, str, list[tuple[float,
 
 def _hops_chart(numbers: Numbers) -> Figure | None:
     groups = []
-    for hops in range(1, 20):
-        bars = _pair(numbers, f"em_{hops}_hops")
-        if bars:
-            note = f"{numbers[f'num_questions_{hops}_hops']} questions"
-            groups.append(BarGroup(label="1 hop" if hops == 1 else f"{hops} hops", note=note, bars=bars))
+    asked = [re.fullmatch(r"num_questions_(\d+)_hops", name) for name in numbers]
+    for hops in sorted(int(match[1]) for match in asked if match):
+        note, bars = f"{numbers[f'num_questions_{hops}_hops']} questions", _pair(numbers, f"em_{hops}_hops")
+        groups.append(BarGroup(label="1 hop" if hops == 1 else f"{hops} hops", note=note, bars=bars))
     if not groups:
         return None
     chart = bar_chart(groups, title="Exact match by hops, before and after", y_max=1.0)

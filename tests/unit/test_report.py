@@ -190,6 +190,21 @@ def test_numbers_of_the_report():
     assert all(value is None or isinstance(value, int | float | str) for value in numbers.values())
 
 
+def test_a_run_that_ended_early_does_not_show_what_was_before_training_as_its_result():
+    data = make_data(after=[])
+    page = render_page(data, summarise(data))
+    assert "Exact match before training" in page and '<span class="arrow">' not in page
+    whole = make_data()
+    assert "before training" not in render_page(whole, summarise(whole))
+
+
+def test_questions_of_many_hops_are_drawn():
+    sides = {label: [make_group(label, n, em=1.0, hops=(2, 24)[n % 2]) for n in range(4)] for label in LABELS}
+    data = make_data(**sides)
+    page = render_page(data, summarise(data))
+    assert ">2 hops<" in page and ">24 hops<" in page
+
+
 def test_facts_kept_are_counted_and_drawn_by_turn():
     sides = {label: [two_turns(label, n, right=True, lost=label == "before") for n in range(4)] for label in LABELS}
     data = make_data(**sides)

@@ -55,8 +55,10 @@ def test_a_narrow_terminal_folds_what_does_not_fit(capsys, monkeypatch):
 def test_the_last_lines_of_a_training_say_how_it_was_evaluated_and_no_password(capsys, tmp_path):
     own = ["evaluation.temperature=0.7", "tracking.uri=https://ann:secret@example.org", f"output={tmp_path}"]
     run = Run(load_config("quickstart", own))
-    (run.folder / "report.json").write_text('{"em_start": 0.25, "em_end": 0.5}')
+    (run.folder / "report.json").write_text('{"em_start": 0.25, "em_end": 0.5, "f1_end": 0.75, "f1_start": null}')
     closing_table(run)
     text = capsys.readouterr().out
     assert "held-out questions, temperature 0.7" in " ".join(text.split()) and "0.250" in text
+    (row,) = [line.split("│")[1:4] for line in text.splitlines() if "│ F1" in line]
+    assert [cell.strip() for cell in row] == ["F1", "–", "0.750"]
     assert "example.org" in text and "secret" not in text
