@@ -128,7 +128,7 @@ def _compare(arguments: argparse.Namespace) -> None:
 
 def _budgets(arguments: argparse.Namespace) -> None:
     from mempipe.reports.budgets import budget_lines, write_budget_report
-    from mempipe.studies.budgets import study_evaluation
+    from mempipe.studies.budgets import not_ended, study_evaluation
     from mempipe.studies.sweep import SWEEP_FILE, left_out, study_sweep
 
     folder = Path(arguments.evaluation)
@@ -136,8 +136,8 @@ def _budgets(arguments: argparse.Namespace) -> None:
     study_folder = study_sweep if is_sweep else study_evaluation
     study = study_folder(folder, metric=arguments.metric, margin=arguments.margin)
     paths = write_budget_report(folder, study, name=folder.resolve().name)
-    sentences = [sentence] if is_sweep and (sentence := left_out(folder)) else []
-    print("\n".join([*budget_lines(study), *sentences, f"Written: {', '.join(map(str, paths))}"]))
+    sentence = left_out(folder) if is_sweep else not_ended(folder)
+    print("\n".join([*budget_lines(study), *filter(None, [sentence]), f"Written: {', '.join(map(str, paths))}"]))
 
 
 def _trace(arguments: argparse.Namespace) -> None:

@@ -28,6 +28,8 @@ from mempipe.storage.parquet import read_row_groups, write_table
 from mempipe.types import EndReason, Group, from_row
 
 SETTINGS = "settings.json"
+REPORT = "report.json"
+"""File of an evaluation that has ended."""
 _FREE = (
     *(f"run.{name}" for name in ("output", "ray_address", "tracking", "stream", "checkpoint", "evaluation")),
     "weights_sha256",  # by which earlier versions knew the weights: it changed with the files' times

@@ -16,7 +16,7 @@ from mempipe.config import RunConfig
 from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.metrics import definitions
 from mempipe.evaluation.quality_by_turn import TurnQuality
-from mempipe.evaluation.results import ResultRow
+from mempipe.evaluation.results import REPORT, ResultRow
 from mempipe.evaluation.statistics import Interval
 from mempipe.evaluation.suite import EvaluationSuite
 from mempipe.evaluation.table import NO_INTERVAL, Row, ScoreTable, percent_text
@@ -110,7 +110,7 @@ def write_evaluation_report(
             figures=[figure for figure in figures if figure is not None],
             metrics=definitions(),
         ),
-        "report.json": json.dumps(_json(suite, scores, facts), indent=1) + "\n",
+        REPORT: json.dumps(_json(suite, scores, facts), indent=1) + "\n",
     }
     if plot is not None:
         texts[PLOT_FILE] = render("chart.svg", chart=with_legend(plot))

@@ -25,6 +25,7 @@ from statistics import stdev
 import scipy
 
 from mempipe.evaluation.metrics import METRICS
+from mempipe.evaluation.results import REPORT
 from mempipe.evaluation.statistics import (
     ClusteredMean,
     Interval,
@@ -168,6 +169,14 @@ class BudgetStudy:
     @property
     def whole(self) -> StudyPart:
         return self.parts[0]
+
+
+def not_ended(folder: Path) -> str:
+    """Returns a sentence about an evaluation that has no report yet, since runs that it did not begin have no folder;
+    "" for one that has."""
+    if (folder / REPORT).exists():
+        return ""
+    return f"{folder} has no {REPORT}: the evaluation has not ended, and may have more budgets than those in the table"
 
 
 def study_evaluation(folder: Path, *, metric: str = "em", margin: float | None = None, seed: int = 1) -> BudgetStudy:

@@ -398,6 +398,9 @@ def test_the_command_writes_and_prints_the_answer(tmp_path, capsys):
     assert said in out and said in written and said in page
     assert "| 8 | 20.0 (" in out and "| history | – | 50.0 (" in out
     assert "0 gained, 240 lost" in out and "| not enough |" in out and "| largest |" in out
+    assert "the evaluation has not ended, and may have more budgets than those in the table" in out
+    (tmp_path / "report.json").write_text("{}")
+    assert main(["budgets", str(tmp_path)]) == 0 and "has not ended" not in capsys.readouterr().out
     assert page.count("<figure>") == 2 and (tmp_path / "budgets.svg").stat().st_size > 500
     numbers = json.loads((tmp_path / "budgets.json").read_text())
     assert (numbers["metric"], numbers["margin"]) == ("em", 0.02)
