@@ -16,7 +16,7 @@ from mempipe.agents.config import AgentConfig, SearchCompat
 from mempipe.agents.memsearcher import MemSearcherBudget, MemSearcherConfig
 from mempipe.agents.registry import AgentSpec, agent_spec
 from mempipe.data.config import DataConfig, WorldConfig
-from mempipe.data.scripted_agents import facts_that_fit
+from mempipe.data.scripted_agents import TOOL_NAME, facts_that_fit
 from mempipe.engines.config import (
     CANARY_TOLERANCE,
     MISMATCH_TOLERANCE,
@@ -248,6 +248,12 @@ class RunConfig(Section):
                 f"warm_start: the script of agent.name {self.agent.name!r} notes a fact only when it knows that the "
                 f"question needs it, but world.evidence_order is {self.world.evidence_order!r}; set it to reading, or "
                 "begin with the model of a MemTrain run (model.path, warm_start=null)"
+            )
+        tool = getattr(self.agent, "tool_name", TOOL_NAME)
+        if self.world is not None and tool != TOOL_NAME:
+            raise ConfigError(
+                f"warm_start: in the synthetic world the script calls {TOOL_NAME!r}, but agent.tool_name is {tool!r}; "
+                "leave it out"
             )
         return found
 

@@ -21,6 +21,7 @@ from mempipe.text import TARGET
 TOOL_NAME = "wikipedia_search"
 CALL_OPEN = f'<tool_call>{{"name": "{TOOL_NAME}", "arguments": {{"query": "'
 CALL_CLOSE = '"}}</tool_call>'
+MEMORY_OPEN = "<memory>"
 ANSWER_OPEN = "\\boxed{"
 NOTHING = "nothing"
 KNOWS_NOTHING = f"known {NOTHING}"
@@ -145,7 +146,8 @@ class ScriptedMemSearcher(ScriptedAgent):
         new = []
         if self._searched(facts, last_between(prompt, CALL_OPEN, CALL_CLOSE)):
             new = self._read(facts, last_between(prompt, "<tool_response>", "</tool_response>"))
-        return f"<memory>{known(self._noted([*facts, *new]))}</memory>"
+        opened = "" if prompt.endswith(MEMORY_OPEN) else MEMORY_OPEN  # a prompt set may begin the message itself
+        return f"{opened}{known(self._noted([*facts, *new]))}</memory>"
 
 
 class ScriptedMem1(ScriptedAgent):

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mempipe.data.scripted_agents import NO_NOISE, Noise, last_between
+from mempipe.data.scripted_agents import MEMORY_OPEN, NO_NOISE, TOOL_NAME, Noise, last_between
 from mempipe.masking.cloze import GAP, LINK
 from mempipe.masking.entities import RuleFinder
 from mempipe.spelling import is_written, written
@@ -141,12 +141,14 @@ class ClozeMemSearcher(ClozeDemonstration):
         memory = last_between(head if searched else prompt, "<memory>", "</memory>")
         if searched:
             notes = [note for note in (memory, self._read(memory, observation)) if note and note != KNOWS_NOTHING]
-            return f"{'; '.join(notes) or KNOWS_NOTHING}</memory>"
+            opened = "" if prompt.endswith(MEMORY_OPEN) else MEMORY_OPEN
+            return f"{opened}{'; '.join(notes) or KNOWS_NOTHING}</memory>"
         wanted = self._next(memory)
         if wanted is None:
             return f"the gap is known</think>{_boxed(self._answer(memory))}"
         missing, query = wanted
-        call = f'{{"name": "wikipedia_search", "arguments": {{"query": "{query}"}}}}'
+        tool = self.agent.get("tool_name", TOOL_NAME)
+        call = f'{{"name": "{tool}", "arguments": {{"query": "{query}"}}}}'
         return f"I need {missing}</think><tool_call>{call}</tool_call>"
 
 

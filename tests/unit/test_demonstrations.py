@@ -108,6 +108,27 @@ def test_the_script_finds_notes_and_answers(config):
         assert group.question.golden_answers[0] in trajectory.contexts[1].memory_before
 
 
+def with_agent(config: RunConfig, **agent: object) -> RunConfig:
+    limits = {"question_tokens": 300, "context_tokens": 16384}
+    values = config.model_dump(mode="json")
+    return parse_config({**values, "agent": agent, "budget": {**values["budget"], **limits}})
+
+
+@pytest.mark.parametrize(
+    "agent", [{}, {"prompts": "tiny"}, {"prompts": "compact", "tool_name": "search"}], ids=["own", "tiny", "tool_name"]
+)
+def test_the_script_writes_for_the_prompts_and_the_search_function_of_the_agent(config, agent):
+    shown = demonstrations(with_agent(config, **agent))
+    assert (len(shown.clean), len(shown.noisy), len(shown.held_out)) == (4, 2, 2)
+    assert all(len(group.trajectories[0].contexts) == 2 for group in shown.clean)
+
+
+def test_a_script_that_answers_nothing_right_is_not_imitated(config, tmp_path):
+    (tmp_path / "own.yaml").write_text("base: compact\nuser: |-\n  {question}\n  Notes: {memory}\n")
+    with pytest.raises(ConfigError, match=r"'memsearcher' answered no question right .* agent\.prompts '.*own\.yaml'"):
+        demonstrations(with_agent(config, prompts=str(tmp_path / "own.yaml")))
+
+
 def test_no_question_is_used_twice(config):
     shown = demonstrations(config)
     asked = [group.question.id for part in (shown.clean, shown.noisy, shown.held_out) for group in part]
@@ -311,7 +332,8 @@ def test_a_forgetful_script_leaves_its_memory_as_it_was():
     prompt = f"<memory>{KNOWS_NOTHING}</memory> <tool_response>{PASSAGES[0].title}: {PASSAGES[0].text}</tool_response>"
     forgetful = ClozeMemSearcher(question=question, noise=Noise(forget=1.0))
     careful = ClozeMemSearcher(question=question)
-    assert forgetful.reply(prompt) == f"{KNOWS_NOTHING}</memory>"
+    assert forgetful.reply(f"{prompt}<memory>") == f"{KNOWS_NOTHING}</memory>"
+    assert forgetful.reply(prompt) == f"<memory>{KNOWS_NOTHING}</memory>"
     assert "Rebma" in careful.reply(prompt)
 
 

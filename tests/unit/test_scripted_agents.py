@@ -113,6 +113,13 @@ def test_objectives_are_answered_one_behind_the_other(agent, tokenizer):
         assert [query.split()[0] for query in searches(trajectory)] == [r for _, names in chains for r in names]
 
 
+def test_a_memory_that_the_prompt_has_opened_is_not_opened_again():
+    script = ScriptedMemSearcher(question=QUESTIONS[0].text, noise=NO_NOISE)
+    prompt = "<memory>known nothing</memory><tool_response>nothing</tool_response>"
+    assert script.reply(prompt) == "<memory>known nothing</memory>"
+    assert script.reply(f"{prompt}<memory>") == "known nothing</memory>"
+
+
 @pytest.mark.parametrize("agent", AGENTS)
 def test_all_is_written_in_whole_words(agent, tokenizer):
     """A letter among the tokens would be a word that the tokenizer does not know."""

@@ -150,6 +150,11 @@ def test_a_script_that_needs_reading_order_is_refused_in_another():
     assert load_config(QUICKSTART, ["world.evidence_order=random"]).script(), "a searching agent reads no document"
 
 
+def test_a_search_function_of_another_name_is_refused_where_a_script_calls_it():
+    with pytest.raises(ConfigError, match=r"the script calls 'wikipedia_search', but agent.tool_name is 'lookup'"):
+        load_config(QUICKSTART, ["agent.tool_name=lookup"]).script()
+
+
 def test_longer_documents_are_about_the_same_questions():
     short, long = (
         make_questions(make_worlds(0, num_held_out=2, seed=1, document_passages=passages)[1], 20, seed=1)
