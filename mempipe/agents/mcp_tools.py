@@ -119,7 +119,12 @@ def _asked(setting: str, key: str) -> tuple[McpTool, ...]:
     server = McpServer.model_validate_json(setting)
 
     async def listed(client: Client) -> tuple[McpTool, ...]:
-        return tuple(_tool(each, server) for each in _chosen((await client.list_tools()).tools, server))
+        page = await client.list_tools()
+        offered = list(page.tools)
+        while page.next_cursor:
+            page = await client.list_tools(cursor=page.next_cursor)
+            offered += page.tools
+        return tuple(_tool(each, server) for each in _chosen(offered, server))
 
     def ask() -> tuple[McpTool, ...]:
         return anyio.run(with_client, server, listed)

@@ -361,3 +361,14 @@ def test_tools_that_the_settings_do_not_name_are_not_looked_at():
             toolbox(address)
         with pytest.raises(ConfigError, match=r"has no tool 'subtract'; it has add"):
             toolbox(address, tools=["subtract"])
+
+
+def test_tools_on_further_pages_of_a_servers_list_are_tools_too():
+    async def listed(ctx: Any, params: Any) -> types.ListToolsResult:
+        number = int(params.cursor or 0) if params else 0
+        tool = types.Tool(name=f"tool_{number}", input_schema={"type": "object"})
+        return types.ListToolsResult(tools=[tool], next_cursor=str(number + 1) if number < 2 else None)
+
+    with served(Server("pages", on_list_tools=listed).streamable_http_app(stateless_http=True)) as address:
+        assert list(toolbox(address).own) == ["tool_0", "tool_1", "tool_2"]
+        assert list(toolbox(address, tools=["tool_2"]).own) == ["tool_2"]
