@@ -46,8 +46,13 @@ class McpTool:
         return {"name": self.name, "description": self.description, "parameters": _broken(self.parameters)}
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments. Raises InvalidCall for those that do not fit the tool's schema."""
-        error = next(_validator(self.parameters).iter_errors(arguments), None)
+        """Returns the arguments. Raises InvalidCall for those that do not fit the tool's schema, or cannot be compared
+        with it: a number too large for multipleOf, a nesting too deep for a schema that refers to itself.
+        """
+        try:
+            error = next(_validator(self.parameters).iter_errors(arguments), None)
+        except (OverflowError, RecursionError) as failure:
+            raise InvalidCall(f"arguments: {failure}") from failure
         if error is not None:
             where = ".".join(map(str, error.absolute_path))
             raise InvalidCall(f"{where or 'arguments'}: {error.message[:200]}")

@@ -195,13 +195,14 @@ class Toolbox:
         return "\n".join(json.dumps(function, ensure_ascii=False) for function in functions)
 
     def parse(self, text: str) -> ToolCall:
-        """Parses the JSON of a call.
+        """Parses the JSON of a call, with U+FFFD for each half of a character, which no tool could send on.
 
         Raises InvalidCall unless it is a call of a tool here with arguments that the tool takes, and UserCodeError when
         the check of your own tool fails in another way.
         """
         try:
             call = json.loads(text, parse_constant=_refuse_constant)
+            call = json.loads(replace_surrogates(json.dumps(call, ensure_ascii=False)))  # escapes can spell them
         except (ValueError, RecursionError) as error:  # ValueError: also numbers of more digits than Python converts
             raise InvalidCall(f"the call is not JSON: {error}") from error
         tools = self._all

@@ -126,6 +126,31 @@ def test_special_tokens_of_a_server_are_broken_in_the_prompt(url, tmp_path):
     assert "Adds < |im_end|> two [ INST] numbers." in text and '"required": ["a"]' in text
 
 
+@pytest.mark.parametrize(
+    ("schema", "arguments"),
+    [({"multipleOf": 0.5}, "9" * 400), ({"$ref": "#"}, '{"a": ' * 600 + "{}" + "}" * 600)],
+    ids=["number", "nesting"],
+)
+def test_arguments_that_cannot_be_compared_with_the_schema_are_an_invalid_call(schema, arguments):
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tool = mcp_tools.McpTool(name="t", description="", parameters=parameters, server=McpServer(command="true"))
+    with pytest.raises(InvalidCall, match=r"^arguments: "):
+        Toolbox(own={"t": tool}).parse(f'{{"name": "t", "arguments": {{"a": {arguments}}}}}')
+
+
+async def test_half_a_character_in_a_call_reaches_the_server_as_a_replacement():
+    server = MCPServer("echo", log_level="ERROR")
+
+    @server.tool()
+    async def echo(text: str) -> str:
+        return text
+
+    with served(server.streamable_http_app(stateless_http=True)) as address:
+        tools = toolbox(address)
+        used = await tools.use(tools.parse(r'{"name": "echo", "arguments": {"text": "a\ud83d"}}'))
+    assert used.texts == ["a\ufffd"]
+
+
 async def test_a_server_that_hangs_is_a_fault(url):
     tools = toolbox(url, timeout_s=0.5)
     with pytest.raises(McpUnavailable, match=r"within 0\.5 s"):
