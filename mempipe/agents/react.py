@@ -18,6 +18,7 @@ from mempipe.agents.config import AgentConfig, SearchCompat
 from mempipe.agents.prompt_set import load_prompts
 from mempipe.agents.protocol import Tokenizer
 from mempipe.agents.registry import AgentSpec
+from mempipe.agents.rendering import opened_thought
 from mempipe.agents.tagged import (
     STOP_TEXTS,
     TaggedAgent,
@@ -65,7 +66,9 @@ class ReactPrompts(TaggedPrompts):
 
 
 class ReactRenderer(TaggedRenderer[SearchBudget]):
-    """Prompt, observations, and `retry`, which follows a message that neither searches nor answers."""
+    """Prompt, observations, `retry`, which follows a message that neither searches nor answers, and `action_start`, the
+    thought that the chat template opens for the policy.
+    """
 
     def __init__(
         self,
@@ -79,6 +82,8 @@ class ReactRenderer(TaggedRenderer[SearchBudget]):
     ) -> None:
         super().__init__(tokenizer, prompts=prompts, search=search, budget=budget, question_mark=question_mark)
         self.retry = tokenizer.encode_template(prompts.retry)
+        opened = opened_thought(self._chat.after_user)
+        self.action_start = "" if "</think>" in opened else opened
         self.num_messages = budget.max_turns + final_answer_turn
 
     @classmethod
@@ -96,7 +101,7 @@ class ReactRenderer(TaggedRenderer[SearchBudget]):
 
 
 class React(TaggedAgent[ReactRenderer]):
-    """The agent. `Context.action` is the whole assistant message, observations included."""
+    """The agent. `Context.action` is the whole assistant message, observations and an opened thought included."""
 
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:
         question_ids = self.renderer.question(question)
@@ -118,7 +123,7 @@ class React(TaggedAgent[ReactRenderer]):
             self._take_in(turn, completion, message, ends=ending is not None)
             if ending is not None:
                 written = without_stop(turn.token_ids[turn.num_prompt_tokens :], self.renderer)
-                turn.action = self.renderer.tokenizer.decode(written)
+                turn.action = self.renderer.action_start + self.renderer.tokenizer.decode(written)
                 finish(turn)
                 return ending, message.answer
             turn.inject(observation)

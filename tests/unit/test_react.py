@@ -29,6 +29,7 @@ from mempipe.agents.react import React, ReactBudget, ReactPrompts, ReactRenderer
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.loader import parse_config
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
+from mempipe.rl.rewards import follows_format
 from mempipe.rollout import make_agent, run_group
 from mempipe.settings import ConfigError
 from mempipe.types import Context, EndReason, FinishReason, Passage, Trajectory
@@ -213,6 +214,18 @@ async def test_search_r1s_reward_of_answer_and_form_is_that_of_the_trajectory():
         build_question(), rollout, group_id="g", group_size=4, reward=reward, advantage=AlgorithmConfig()
     )
     assert [trajectory.reward for trajectory in group.trajectories] == [1.0, 0.8, 0.2, 0.0]
+
+
+@pytest.mark.parametrize(("opened", "said"), [("<think>\n", ""), ("<think>\n\n</think>\n\n", "<think>")])
+def test_a_thought_that_the_chat_template_opens_counts_for_the_form(opened, said):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n" + opened.replace("\n", "\\n") + "' }}{% endif %}"
+    )
+    renderer = build_renderer(build_tokenizer("qwen3", chat_template=template))
+    trajectory, _ = play([f"{said}I look</think><search>a</search>", ANSWER], renderer=renderer)
+    (context,) = trajectory.contexts
+    assert trajectory.end_reason is EndReason.ANSWERED and follows_format(context.action)
 
 
 @pytest.mark.parametrize(
