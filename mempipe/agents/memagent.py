@@ -1,9 +1,9 @@
 """MemAgent (arXiv 2507.02259): an agent that reads a text of any length chunk by chunk and keeps a bounded memory of
 it.
 
-Every chunk is a separate context: question, memory and chunk, then the sampled reply, which as a whole is the next
-memory. The last context holds question and memory only and is answered in a box. Every chunk is read, nothing is
-searched, and nothing ends the reading early.
+Every chunk is a separate context: question, memory and chunk, then the sampled reply. The whole reply, without thoughts
+between `<think>` tags, is the next memory. The last context holds question and memory only and is answered in a box.
+Every chunk is read, nothing is searched, and nothing ends the reading early.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from pydantic import Field
 from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.config import AgentConfig, CompatConfig
 from mempipe.agents.prompt_set import ANSWER_OPEN, PromptSet, load_prompts
-from mempipe.agents.protocol import QuestionTooLong, Tokenizer, UnfitQuestion, last_stated, parse_answer, thought_of
+from mempipe.agents.protocol import (
+    QuestionTooLong,
+    Tokenizer,
+    UnfitQuestion,
+    last_stated,
+    parse_answer,
+    thought_of,
+    without_blocks,
+)
 from mempipe.agents.registry import AgentSpec
 from mempipe.agents.rendering import AnswerProbe, Renderer, encode_pieces, opened_thought
 from mempipe.agents.tools import SearchLimits
@@ -196,7 +204,7 @@ class MemAgent(Agent[MemAgentRenderer]):
             turn.num_observation_tokens = len(chunk.token_ids)
             message = await self._sample(turn, max_tokens=self.renderer.budget.memory_message_limit)
             turn.action = message.text
-            token_ids = self.renderer.encode(message.text)
+            token_ids = self.renderer.encode(self._noted(message.text))
             if len(token_ids) > self.renderer.budget.memory_tokens and self.renderer.budget.on_overflow == "end":
                 finish(turn)
                 return EndReason.MEMORY_OVERFLOW, None
@@ -209,6 +217,10 @@ class MemAgent(Agent[MemAgentRenderer]):
         turn.action = message.text
         finish(turn)
         return self._parse_answer(message)
+
+    def _noted(self, reply: str) -> str:
+        """Returns the memory in a reply: all of it, without the thoughts of a model that thinks."""
+        return without_blocks(self.renderer.reply_start + reply, "think").strip() if "</think>" in reply else reply
 
     def _parse_answer(self, message: Message) -> tuple[EndReason, str | None]:
         text, compat = self.renderer.reply_start + message.text, self.renderer.compat

@@ -253,6 +253,27 @@ def test_a_first_memory_longer_than_the_budget_is_refused():
         build_renderer(memory_tokens=2)
 
 
+@pytest.mark.parametrize(
+    ("opened", "reply"),
+    [
+        ("", "<think>Long thoughts.</think>\n\nThe mayor is Ann.\n"),
+        ("<think>\n", "Long thoughts.\n</think>\n\nThe mayor is Ann."),
+        ("<think>\n\n</think>\n\n", "The mayor is Ann."),
+        ("<think>\n\n</think>\n\n", "<think>Long thoughts.</think>The mayor is Ann."),
+    ],
+)
+def test_thoughts_are_no_part_of_the_memory(opened, reply):
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n" + opened.replace("\n", "\\n") + "' }}{% endif %}"
+    )
+    tokenizer = build_tokenizer("qwen3", chat_template=template)
+    renderer = build_renderer(tokenizer, memory_message_tokens=80, chunk_tokens=80)
+    answer = "</think>" * (opened == "<think>\n") + "\\boxed{Ann}"
+    trajectory, _ = play([reply, answer], "A short text.", renderer=renderer)
+    assert trajectory.contexts[0].memory_after == "The mayor is Ann." and trajectory.answer == "Ann"
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_promise_2_untrusted_text_stays_text_in_memagents_problem_memory_and_section(family):
     tokenizer = build_tokenizer(family)
