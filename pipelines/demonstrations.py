@@ -213,7 +213,11 @@ def _scripted(config: RunConfig, noise: Noise, *, num_noted: int) -> MakeGenerat
         script = new_script(question, f"{config.seed}:{trajectory_id}")
 
         async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
-            reply = [*tokenizer.encode_template(script.reply(tokenizer.decode(token_ids))), closing]
+            prompt = tokenizer.decode(token_ids)
+            text = script.reply(prompt)
+            if prompt.rstrip().endswith("<think>") and "</think>" not in text:  # opened by the chat template
+                text = f"</think>{text}"
+            reply = [*tokenizer.encode_template(text), closing]
             finish = FinishReason.STOP if len(reply) <= max_tokens else FinishReason.LENGTH
             reply = reply[:max_tokens]
             return Completion(token_ids=reply, logprobs=[0.0] * len(reply), finish_reason=finish, policy_version=0)

@@ -549,6 +549,17 @@ def test_the_script_notes_what_a_recall_may_ask_for_and_the_mask(reading):
     ]
 
 
+def test_a_script_closes_the_thought_that_the_chat_template_opens(reading):
+    tokenizer = hf_tokenizer("qwen2_5")
+    prefill = "'<|im_start|>assistant\\n"
+    tokenizer.chat_template = tokenizer.chat_template.replace(prefill + "'", prefill + "<think>\\n'")
+    tokenizer.save_pretrained(reading.model.path)
+    assert "<think>" in tokenizer.chat_template
+    (trajectory,) = demonstrations(reading).clean[0].trajectories
+    assert trajectory.em == 1 and trajectory.contexts[-1].action == "</think>\\boxed{Dover}"
+    assert trajectory.contexts[0].memory_after == "Amber River = Rebma"
+
+
 def test_only_the_first_mention_in_a_passage_is_noted():
     script = ReadingDemonstration(question=DOCUMENT, agent={"mask": "[MASK]"})
     section = "<section>Amber River\nREBMA lies on it. It leaves Rebma by night.</section>"
