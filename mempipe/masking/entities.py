@@ -184,6 +184,8 @@ def forms(entity: str, kind: Kind) -> list[str]:
         found.add(f"{parts[2]} {parts[1]}, {parts[3]}")
     if kind == "date" and (parts := re.fullmatch(rf"({_MONTHS}) ({_DAY}), ({_YEAR})", entity)):
         found |= {f"{parts[2]} {parts[1]} {parts[3]}", f"{parts[2]} {parts[1]}, {parts[3]}"}
+    if kind == "date" and (parts := re.fullmatch(rf"({_DAY}) ({_MONTHS})|({_MONTHS}) ({_DAY})", entity)):
+        found.add(f"{parts[2]} {parts[1]}" if parts[1] else f"{parts[4]} {parts[3]}")
     if kind == "number":
         found.add(entity.replace(",", ""))
         if entity.isdecimal() and int(entity[0]):

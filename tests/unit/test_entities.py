@@ -168,6 +168,8 @@ def test_a_text_is_cut_into_sentences(text, parts):
         ),
         ("José", "name", ["Jose", "José"]),
         ("12 March 1921", "date", ["March 12, 1921", "12 March 1921"]),
+        ("12 March", "date", ["12 March", "March 12"]),
+        ("March 12", "date", ["12 March", "March 12"]),
         ("Theresa May", "person", ["Theresa May"]),
         ("Malcolm X", "person", ["Malcolm X"]),
         ("Kenny G", "person", ["Kenny G"]),
