@@ -30,6 +30,7 @@ REJECTIONS = {
     "everywhere": "too many passages name the entity",
     "guessable": "the words around the entity are nearly always followed by it in the corpus",
     "readable": "after masking, the entity can still be read in the text or in the question",
+    "too_long": "the pivot alone has more than max_tokens",
     "too_short": "the document has fewer tokens than one chunk",
     "no_recall": "no passage of the document has another entity, which a recall could ask for",
 }
@@ -187,6 +188,9 @@ def make_document(
         return None
     wanted = int(rng.integers(config.min_tokens, config.max_tokens, endpoint=True))
     passages, tokens = _gathered(material, wanted, count_tokens, config)
+    if passages[:1] != [material.pivot]:
+        material.rejected.append("too_long")
+        return None
     order = rng.permutation(len(passages))
     passages, tokens = [passages[i] for i in order], [tokens[i] for i in order]
     if sum(tokens) < config.chunk_tokens:

@@ -129,6 +129,7 @@ def test_lengths_are_spread_from_the_least_to_the_most():
         ),
         ("readable", passage(1, "Old Bridge", "The stone bridge was designed by Mask in spring."), {}),
         ("readable", passage(1, "Old Bridge", "The stone bridge was designed by Miles Stand in spring."), {}),
+        ("too_long", passage(1, "Old Bridge", "The stone bridge was designed by Anna Miller. " * 60), {}),
         ("too_short", BRIDGE, {"others": [], "related": []}),
         ("no_recall", BRIDGE, {"related": []}),
     ],
