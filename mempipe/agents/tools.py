@@ -7,6 +7,7 @@ the policy should read (division by zero, an unknown city) is an ordinary result
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -165,6 +166,8 @@ class Toolbox:
     search: SearchTool | None = None
     own: Mapping[str, Tool] = field(default_factory=dict)
     started: bool = False  # those of one attempt
+    running: set[asyncio.Task[Any]] = field(default_factory=set)
+    """Tasks of its calls. When the attempt is over they are given up, before its tools end: another call has failed."""
 
     @asynccontextmanager
     async def attempt(self, question: Question) -> AsyncIterator[Toolbox]:
@@ -172,7 +175,7 @@ class Toolbox:
 
         Raises UserCodeError when a tool fails to start or to end; an `InfrastructureFault` that it raises passes.
         """
-        own, attempt = dict(self.own), Attempt(question=question)
+        own, attempt, running = dict(self.own), Attempt(question=question), set[asyncio.Task[Any]]()
         async with AsyncExitStack() as stack:
             try:
                 for name, tool in self.own.items():
@@ -184,10 +187,14 @@ class Toolbox:
                             raise TypeError("its attempt is not an asynchronous context manager (@asynccontextmanager)")
                         own[name] = await opened.__aenter__()
                     stack.push_async_callback(_end, name, opened, attempt)
-                yield replace(self, own=own, started=True)
+                yield replace(self, own=own, started=True, running=running)
             except BaseException as error:
                 attempt.error = error
                 raise
+            finally:
+                for task in running:
+                    task.cancel()
+                await asyncio.gather(*running, return_exceptions=True)
 
     def schemas(self) -> str:
         """Returns the schemas that the policy reads: one JSON object per line."""
@@ -221,11 +228,16 @@ class Toolbox:
         Raises UserCodeError with the user's file when the tool fails; an `InfrastructureFault` that it raises passes,
         and the group is tried again.
         """
-        tool = self.own[call.tool]
+        tool, task = self.own[call.tool], asyncio.current_task()
+        assert task is not None, "a call is made in a task"
         with user_code(f"agent.tools: {call.tool} failed for the call {call.text.strip()}"):
             if isinstance(tool, StatefulTool) and not self.started:
                 raise TypeError("it has a state for each attempt; use the tools of `async with toolbox.attempt(…)`")
-            texts = list(await tool.call(call.arguments))
+            self.running.add(task)
+            try:
+                texts = list(await tool.call(call.arguments))
+            finally:
+                self.running.discard(task)
             if wrong := [text for text in texts if not isinstance(text, str)]:
                 raise TypeError(f"it returned {wrong[0]!r} among its texts")
         return ToolUse(tool=call.tool, arguments=call.text.strip(), texts=texts)

@@ -29,7 +29,7 @@ from mempipe.faults import InfrastructureFault
 from mempipe.loader import parse_config
 from mempipe.rollout import make_agent
 from mempipe.settings import ConfigError
-from mempipe.types import Completion, EndReason, Question, Trajectory
+from mempipe.types import Completion, EndReason, Question, SearchResult, Trajectory
 from mempipe.user_code import UserCodeError
 
 TOKENIZER = build_tokenizer()
@@ -133,6 +133,20 @@ class Upset(Read):
     async def attempt(self, attempt):
         yield self
         raise OSError("it cannot end")
+
+class Slow(Notes):
+    name = "slow"
+
+    async def call(self, text):
+        import asyncio
+
+        try:
+            await asyncio.sleep(0.05)
+            EVENTS.append("slow writes")
+        except asyncio.CancelledError:
+            EVENTS.append("slow gives up")
+            raise
+        return []
 """
 
 
@@ -302,6 +316,21 @@ async def test_a_tool_ends_with_an_attempt_in_which_another_one_has_a_fault(note
     with pytest.raises(InfrastructureFault, match="the store is full"):
         await play_with_notes(["x</think>" + call("write", text="full")])
     assert notes.EVENTS == ["write starts", "read starts", "read ends", "write ends"]
+
+
+@pytest.mark.parametrize("kind", ["write", "wikipedia_search"])
+async def test_calls_that_run_when_another_one_fails_are_given_up_before_their_tools_end(notes, kind):
+    async def fails(query: str, *, num_passages: int, partition: str) -> SearchResult:
+        raise InfrastructureFault("the store is full")
+
+    config = parse_config({"agent": {"tools": ["notes_tools:Write", "notes_tools:Slow"]}})
+    failing = call("write", text="full") if kind == "write" else call(kind, query="full")
+    engine = ScriptedEngine(TOKENIZER, ["x</think>" + call("slow") + failing])
+    agent = make_agent(config, tokenizer=TOKENIZER, generate=engine, search=fails)
+    with pytest.raises(InfrastructureFault, match="the store is full"):
+        await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
+    await asyncio.sleep(0.1)
+    assert notes.EVENTS == ["write starts", "slow starts", "slow gives up", "slow ends", "write ends"]
 
 
 async def test_errors_of_a_state_name_the_users_file(notes):
