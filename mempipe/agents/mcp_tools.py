@@ -7,6 +7,7 @@ protocol tags in them are broken, and its results are encoded as text, as passag
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -230,9 +231,15 @@ def _broken(value: Any) -> Any:
 
 
 def _texts(result: Any) -> list[str]:
-    parts = [
-        part.text if part.type == "text" else f"({part.type}, which cannot be read here)" for part in result.content
-    ]
+    parts = list(map(_text, result.content))
+    if not parts and result.structured_content is not None:
+        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     if result.is_error:
         parts = [f"error: {part}" for part in parts or ["the call failed"]]
     return [part[:MAX_RESULT_CHARS] for part in parts]
+
+
+def _text(part: Any) -> str:
+    """Returns the text of a part of a result: its own, or that of a file in it."""
+    text = getattr(part.resource if part.type == "resource" else part, "text", None)
+    return f"({part.type}, which cannot be read here)" if text is None else text

@@ -397,3 +397,24 @@ def test_tools_on_further_pages_of_a_servers_list_are_tools_too():
     with served(Server("pages", on_list_tools=listed).streamable_http_app(stateless_http=True)) as address:
         assert list(toolbox(address).own) == ["tool_0", "tool_1", "tool_2"]
         assert list(toolbox(address, tools=["tool_2"]).own) == ["tool_2"]
+
+
+async def test_the_policy_reads_the_files_and_the_structured_content_of_a_result():
+    file = types.TextResourceContents(uri="file:///a.txt", text="a file")
+    image = types.ImageContent(data="", mime_type="image/png")
+    results = {
+        "files": types.CallToolResult(content=[types.EmbeddedResource(resource=file), image]),
+        "structured": types.CallToolResult(content=[], structured_content={"degrees": 3}),
+    }
+
+    async def listed(ctx: Any, params: Any) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=[types.Tool(name=n, input_schema={"type": "object"}) for n in results])
+
+    async def called(ctx: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+        return results[params.name]
+
+    server = Server("results", on_list_tools=listed, on_call_tool=called)
+    with served(server.streamable_http_app(stateless_http=True)) as address:
+        tools = toolbox(address)
+        assert await use(tools, "files") == ["a file", "(image, which cannot be read here)"]
+        assert await use(tools, "structured") == ['{"degrees": 3}']
