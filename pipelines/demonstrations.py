@@ -101,10 +101,11 @@ def demonstrations(config: RunConfig, *, taught: TaughtAttempts | None = None) -
             "warm_start: no trajectory is left to imitate; "
             f"of recorded and taught ones those count whose {wanted.metric} is at least {wanted.min_score:g}"
         )
-    if wanted.scripted and wanted.num_clean_trajectories and not any(g.trajectories[0].em for g in [*clean, *held_out]):
+    scripted = [group.trajectories[0] for group in [*clean, *held_out]] if wanted.scripted else []
+    if wanted.scripted and wanted.num_clean_trajectories and not any(t.em or t.reward > 0 for t in scripted):
         raise ConfigError(
-            f"warm_start: the script of agent.name {config.agent.name!r} answered no question right although it made "
-            f"no mistake, and the model would imitate that; its messages do not fit agent.prompts "
+            f"warm_start: the script of agent.name {config.agent.name!r} earned nothing with any question although it "
+            f"made no mistake, and the model would imitate that; its messages do not fit agent.prompts "
             f"{config.agent.prompts or config.agent.name!r}, or the limits of budget are too low for them"
         )
     return Demonstrations(clean=clean, noisy=noisy, held_out=held_out)

@@ -123,9 +123,11 @@ def test_the_script_writes_for_the_prompts_and_the_search_function_of_the_agent(
     assert all(len(group.trajectories[0].contexts) == 2 for group in shown.clean)
 
 
-def test_a_script_that_answers_nothing_right_is_not_imitated(config, tmp_path):
+def test_a_script_that_earns_nothing_is_not_imitated(config, tmp_path):
     (tmp_path / "own.yaml").write_text("base: compact\nuser: |-\n  {question}\n  Notes: {memory}\n")
-    with pytest.raises(ConfigError, match=r"'memsearcher' answered no question right .* agent\.prompts '.*own\.yaml'"):
+    with pytest.raises(
+        ConfigError, match=r"'memsearcher' earned nothing with any question .* agent\.prompts '.*own\.yaml'"
+    ):
         demonstrations(with_agent(config, prompts=str(tmp_path / "own.yaml")))
 
 
