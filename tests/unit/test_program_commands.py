@@ -153,6 +153,15 @@ async def test_without_output_there_is_no_answer(command, code):
     assert (played.end_reason, played.answer) == (EndReason.NO_ACTION, None)
 
 
+async def test_a_separator_of_unicode_ends_no_line_of_the_answer(command):
+    program = command(r"""
+        ask("x")
+        sys.stdout.reconfigure(encoding="utf-8")
+        print("log\rmore log\nParis\u2028(France)\x85\x0cEurope ")
+        """)
+    assert (await play(["x"], program)).answer == "Paris\u2028(France)\x85\x0cEurope"
+
+
 async def test_it_ends_with_the_limit_that_it_met(command):
     played = await play(["Paris"], command("ask('a'); ask('b')"), budget__max_turns=1)
     assert (played.end_reason, played.answer) == (EndReason.MAX_TURNS, None)

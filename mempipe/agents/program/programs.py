@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import inspect
 import os
+import re
 import shlex
 import signal
 import time
@@ -130,8 +131,7 @@ class CommandProgram:
             raise ProgramStopped(f"agent.program {told} was ended by {signal.Signals(-code).name}")
         if code:
             raise UserCodeError(f"agent.program {told} ended with code {code}: {errors.strip()[-_SHOWN_CHARS:]}")
-        lines = output.strip().splitlines()
-        return lines[-1].strip() if lines else None
+        return re.split(r"[\r\n]", output.strip())[-1].strip() or None  # str.splitlines ends a line at U+2028 too
 
 
 async def _in_time(work: Coroutine[Any, Any, T], timeout_s: float, question: Question, gateway: Gateway) -> T:
