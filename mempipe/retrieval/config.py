@@ -58,8 +58,12 @@ class RetrievalConfig(Section):
             raise ValueError(
                 f"retrieval.index is {self.index!r} and retrieval.url is {self.url!r}; a run searches one of them"
             )
-        address = urlsplit(self.url)
-        if self.url and (address.scheme not in ("http", "https") or not address.hostname or address.port == 0):
+        try:
+            address = urlsplit(self.url)
+            is_right = address.scheme in ("http", "https") and bool(address.hostname) and address.port != 0
+        except ValueError:  # of a port that is not a number, and of half an IPv6 address
+            is_right = False
+        if self.url and not is_right:
             raise ValueError(f"retrieval.url is {self.url!r}; an address is of the form http://host:8000")
         return self
 

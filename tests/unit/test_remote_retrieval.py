@@ -469,10 +469,10 @@ def test_another_snapshot_is_recorded_and_told_once(service, retriever, caplog):
 
 
 @pytest.mark.parametrize(
-    "url", ["service:8000", "ftp://service", "http://", "http://service:port", "http://service:99999"]
+    "url", ["service:8000", "ftp://service", "http://", "http://service:port", "http://service:99999", "http://[1"]
 )
 def test_an_address_that_is_none_is_refused(url):
-    with pytest.raises(ValueError, match=r"retrieval\.url|[Pp]ort"):
+    with pytest.raises(ValueError, match=rf"retrieval\.url is '{re.escape(url)}'; an address is of the form"):
         RetrievalConfig(url=url)
 
 
