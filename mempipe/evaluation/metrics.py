@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from mempipe.rl import rewards
-from mempipe.rl.rewards import answer_f1, exact_match, normalize_answer, split_answers
+from mempipe.rl.rewards import answer_f1, exact_match, f1_text, normalize_answer, split_answers
 from mempipe.text import split_words
 from mempipe.types import EndReason, Question, Trajectory
 
@@ -120,7 +120,7 @@ def _shared(prediction: str, gold: str) -> tuple[float, float]:
     """
     if not answer_f1(prediction, [gold]):
         return 0.0, 0.0
-    predicted, expected = split_words(normalize_answer(prediction)), split_words(normalize_answer(gold))
+    predicted, expected = split_words(f1_text(prediction)), split_words(f1_text(gold))
     shared = (Counter(predicted) & Counter(expected)).total()
     return shared / len(predicted), shared / len(expected)
 

@@ -122,11 +122,10 @@ def answer_f1(prediction: str, golden_answers: Sequence[str]) -> float:
     """Returns the best token F1 (harmonic mean of precision and recall over normalised words) against any gold; 0
     without one. In scripts without spaces every character is a word, as MLQA (arXiv 1910.07475) counts Chinese.
 
-    "yes", "no" and "noanswer" are whole answers: they count only when both sides are the same.
+    "yes", "no" and "noanswer" are whole answers: they count only when both sides are the same. An answer that only
+    articles make up, such as the letter A of a multiple choice, keeps them.
     """
-    return max(
-        (_f1(normalize_answer(prediction), normalize_answer(gold)) for gold in _as_list(golden_answers)), default=0.0
-    )
+    return max((_f1(f1_text(prediction), f1_text(gold)) for gold in _as_list(golden_answers)), default=0.0)
 
 
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -152,6 +151,11 @@ def normalize_answer(text: str) -> str:
     """
     text = unicodedata.normalize("NFC", text)
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def f1_text(text: str) -> str:
+    """Returns the text whose words token F1 compares: the normalised one, or the articles that alone make it up."""
+    return normalize_answer(text) or " ".join(text.lower().translate(_NO_PUNCTUATION).split())
 
 
 def recall_match(answer: str | None, target: Sequence[str], config: RewardConfig) -> float:

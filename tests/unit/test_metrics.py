@@ -49,6 +49,7 @@ PAIR = question("Paris; Rome", objectives=[["Paris"], ["Rome", "Roma"]])
         ("b c", ["a b", "c d e"], [0, 2 / 3, 1, 1 / 2, 1, 1, 0]),
         ("New York City", ["York", "New York City Hall"], [0, 6 / 7, 1, 1, 1, 1, 0]),  # each takes its best gold
         ("Paris", [], [0, 0, 0, 0, 0, 0, 0]),
+        ("A", ["A"], [1, 1, 1, 1, 1, 1, 1]),  # SQuAD's normalisation leaves nothing of it
     ],
 )
 def test_each_metric_gives_the_value_worked_out_by_hand(prediction, golds, expected):

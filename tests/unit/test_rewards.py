@@ -19,6 +19,7 @@ from mempipe.rl.rewards import (
     Scores,
     answer_f1,
     exact_match,
+    f1_text,
     follows_format,
     math_match,
     normalize_answer,
@@ -305,10 +306,16 @@ def test_rewards_lie_in_the_unit_interval_whatever_is_written(text, golds, monot
 
 
 @given(text=HOSTILE)
-def test_an_answer_matches_itself_unless_nothing_of_it_is_left(text):
-    once = normalize_answer(text)
+def test_an_answer_matches_itself_unless_it_is_punctuation_alone(text):
     assert exact_match(text, [text]) == 1.0
-    assert answer_f1(text, [text]) == (1.0 if once else 0.0)
+    assert answer_f1(text, [text]) == (1.0 if f1_text(text) else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "f1"), [("A", 1.0), ("a.", 1.0), ("(A)", 1.0), ("B", 0.0), ("the", 0.0), ("", 0.0), (".", 0.0)]
+)
+def test_the_letter_a_of_a_multiple_choice_is_an_answer(answer, f1):
+    assert answer_f1(answer, ["A"]) == f1
 
 
 @given(
