@@ -165,7 +165,7 @@ class Checkpoints:
         """`position` is what the newest checkpoint holds, or the beginning; `waiting` returns the finished groups that
         no step took."""
         self.position = position
-        self._saved = position
+        self._saved: Position | None = position
         self._under_way: Position | None = None
         self._batch: StepGroups | None = None
         self._is_logged = False
@@ -245,14 +245,13 @@ class Checkpoints:
             elif learnt is not None and steps == learnt.step:
                 self.position = learnt
             is_sound = (steps, rest) == (self.position.step, self.position.num_updates)
+            self._finish_save_in_flight()
             unsaved = is_sound and self._saved != self.position
             if rest and unsaved:  # a checkpoint within a step is of no use without the groups of the step
-                self._learners.finish_save()  # one that was in flight needs no groups
                 self._keep_groups(error)
             if unsaved:
                 self.save()
-            self._learners.finish_save()  # one that was in flight as well
-            if unsaved:
+                self._learners.finish_save()
                 what = f"step {steps}" + (f" and {rest} updates of the next one" if rest else "")
                 say(f"saved {what} before the run ended: {'it was told to' if asked else one_line(error)}")
             doing = "put on record"
@@ -263,6 +262,17 @@ class Checkpoints:
                 self._keep_groups(error)
         except Exception as second:  # of any kind: `error` must reach the user
             say(f"step {self.position.step} could not be {doing}: {one_line(second)}")
+
+    def _finish_save_in_flight(self) -> None:
+        """Waits for the checkpoint that was begun before. If it cannot be written, the next one still may: the disk was
+        full at that moment."""
+        try:
+            self._learners.finish_save()
+        except LearnerLost:
+            raise
+        except LearnerFailed as failure:
+            say(one_line(failure))
+            self._saved = None
 
     def _between_updates(self, done: int, batch: StepGroups) -> Position:
         """Returns the position after `done` updates of the step that trains on `batch`."""

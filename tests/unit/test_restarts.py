@@ -205,6 +205,30 @@ def test_a_step_that_was_not_saved_is_not_on_record(checkpoints, learners, track
     assert "step 1 could not be saved: No space left on device" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("num_steps", "saved"), [(5, 5), (3, 3)])
+def test_a_checkpoint_that_could_not_be_written_does_not_keep_the_last_position_from_being_saved(
+    checkpoints, learners, capsys, monkeypatch, num_steps, saved
+):
+    """The disk was full while the checkpoint of step 3 was written in the background, and has room again."""
+    finish_save, failures = learners.finish_save, [LearnerFailed("checkpoint: No space left on device")]
+
+    def finish_once() -> None:
+        if learners._writing is not None and failures:
+            learners._writing = None
+            raise failures.pop()
+        finish_save()
+
+    monkeypatch.setattr(learners, "finish_save", finish_once)
+    with pytest.raises(SystemExit), checkpoints.kept():
+        for number in range(num_steps):
+            train(checkpoints, learners, number)
+            checkpoints.finish()
+        raise SystemExit(15)
+    assert steps(learners) == [saved]
+    said = capsys.readouterr().out
+    assert "checkpoint: No space left on device" in said and f"saved step {saved} before the run ended" in said
+
+
 def test_a_step_that_cannot_be_described_is_saved(checkpoints, learners, capsys, monkeypatch):
     monkeypatch.setattr(repair, "rollout_metrics", lambda *_, **__: [][0])
     with pytest.raises(SystemExit), checkpoints.kept():
