@@ -130,6 +130,11 @@ def _entry(file: Path) -> dict[str, Any]:
 def _finish(partial: Path, target: Path, state: str, hashes: Sequence[Mapping[str, dict[str, Any]]], keep: int) -> None:
     (partial / STATE).write_text(state)
     files = {name: entry for part in hashes for name, entry in part.items()}
+    if unseen := sorted(name for name in files if not (partial / name).is_file()):
+        raise CheckpointError(
+            f"{unseen[0]}, which another rank wrote, is not there; the ranks are on nodes that see different folders "
+            "under this path: set `output` to a folder that all nodes share"
+        )
     files |= {file.name: _entry(file) for file in partial.iterdir() if file.name not in files}
     (partial / MANIFEST).write_text(json.dumps({"files": dict(sorted(files.items()))}, indent=1))
     reached("checkpoint.whole", folder=target.name)

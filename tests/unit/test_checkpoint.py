@@ -327,6 +327,10 @@ def two_rank_scenarios(rank: int, port: int, folder: Path, out: Path) -> None:
             resumed.save(out / "failing", Position(), keep=1)
         except CheckpointError as error:
             found["error"] = str(error)
+    try:
+        resumed.save(out / f"node{rank}", Position(), keep=1)
+    except CheckpointError as error:
+        found["error_of_nodes"] = str(error)
     torch.save(found, out / f"rank{rank}.pt")
     undisturbed.close()
 
@@ -365,6 +369,14 @@ def test_one_rank_continues_from_a_checkpoint_of_two(qwen2, two_ranks):
     for name, held in everything(learner).items():
         if name.startswith("model/"):
             torch.testing.assert_close(held, ranks[0]["undisturbed"][name], rtol=0, atol=1e-5)
+
+
+def test_a_folder_that_is_another_one_on_the_node_of_each_rank_is_refused(two_ranks):
+    out, ranks = two_ranks
+    for found in ranks:
+        assert "__1_0.distcp, which another rank wrote, is not there" in found["error_of_nodes"]
+        assert "set `output` to a folder that all nodes share" in found["error_of_nodes"]
+    assert files(out / "node0") == []
 
 
 def test_a_write_that_fails_on_one_rank_fails_on_all(two_ranks):
