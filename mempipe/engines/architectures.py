@@ -5,6 +5,8 @@
 - Layers that carry a state from token to token (Mamba, linear attention, convolutions): the contexts of a packed row
   would read each other.
 - Soft-capped attention and soft-capped logits, which the learner does not compute.
+- Networks whose implementation in transformers takes no attention from outside: the contexts of a packed row would read
+  each other there too.
 """
 
 from __future__ import annotations
@@ -19,6 +21,10 @@ _ATTENTION = {"full_attention", "sliding_attention", "attention"}
 _LAYERS = ("layer_types", "layers_block_type", "block_types")
 _STATES = ("mamba_d_state", "state_size", "ssm_state_size", "lru_width", "conv_L_cache", "linear_conv_kernel_dim")
 _STATEFUL = {"rwkv", "xlstm"}
+_FIXED_ATTENTION = {
+    "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "stablelm", "xglm"
+}  # fmt: skip
+"""By model_type, tried with transformers 5."""
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _FUSED = {"phi3": ("qkv_proj", "gate_up_proj"), "glm": ("gate_up_proj",), "glm4": ("gate_up_proj",)}
 """Linear layers by model_type that compute what other networks compute with several."""
@@ -50,6 +56,11 @@ def refusal(path: str, values: Mapping[str, Any]) -> str:
     kind = values.get("model_type", "unknown")
     if experts := num_experts(values):
         return mixture_refusal(path, known=f" ({kind}, {experts} experts)")
+    if kind in _FIXED_ATTENTION:
+        return (
+            f"model.path {path!r} ({kind}) computes attention in a way that packed rows cannot use: their contexts "
+            f"would read each other; {_ADVICE}"
+        )
     for part in _parts(values):
         if layers := _stateful_layers(part):
             return (

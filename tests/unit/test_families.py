@@ -49,6 +49,11 @@ def test_networks_that_carry_a_state_are_refused_by_their_defaults(config):
     assert "carry a state" in refusal("m", values) or "mixture of experts" in refusal("m", values)
 
 
+@pytest.mark.parametrize("config", ["BloomConfig", "CodeGenConfig", "MptConfig", "NemotronConfig", "StableLmConfig"])
+def test_networks_whose_attention_takes_no_packed_rows_are_refused(config):
+    assert "contexts would read each other" in refusal("m", getattr(transformers, config)().to_dict())
+
+
 def test_a_language_model_inside_another_config_is_looked_at_too():
     values = {"model_type": "some_vl", "text_config": {"layer_types": ["linear_attention", "full_attention"]}}
     assert "(linear_attention)" in refusal("m", values)
