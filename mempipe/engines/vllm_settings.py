@@ -66,7 +66,8 @@ def engine_arguments(
             "enable_lora": True,
             "max_loras": 1,
             "max_lora_rank": _rank_of_engine(model.lora_rank),
-            "lora_target_modules": list(model.lora_targets),  # else the head computes an adapter that is always zero
+            # Without it the head computes an adapter that is always zero. vLLM knows layers by the last part of a name.
+            "lora_target_modules": sorted({target.rpartition(".")[2] for target in model.lora_targets}),
         }
     if device == "cuda":
         arguments["hf_overrides"] = {"head_dtype": "float32"}  # as the learner computes logits; CPUs: vllm_worker

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,9 +49,9 @@ class Adapted:
 
 
 @asynccontextmanager
-async def adapted_model(path: Path, *, lora_merge: bool = False) -> AsyncIterator[Adapted]:
+async def adapted_model(path: Path, **changes: Any) -> AsyncIterator[Adapted]:
     """One at a time: the engine shares the process."""
-    model = ModelConfig(path=str(path), dtype="float32", lora_rank=RANK, lora_alpha=2.0 * RANK, lora_merge=lora_merge)
+    model = ModelConfig(path=str(path), dtype="float32", lora_rank=RANK, lora_alpha=2.0 * RANK, **changes)
     settings = LearnerSettings(
         model=model,
         optimizer=OptimizerConfig(lr=1e-2),
@@ -151,6 +152,11 @@ async def test_the_engine_serves_merged_weights_bit_for_bit_and_agrees_with_the_
         await trained_and_served(merged)
         sent = pack_weights(merged.learner.served_state_dict())
         assert sent.nbytes == pack_weights(merged.learner.full_state_dict()).nbytes
+
+
+async def test_layers_may_be_named_by_more_than_the_last_part_of_their_names(model_path):
+    async with adapted_model(model_path, lora_targets=["layers.1.self_attn.q_proj", "mlp.down_proj"]) as adapted:
+        await trained_and_served(adapted)
 
 
 async def test_the_engine_serves_the_adapter_bit_for_bit_and_agrees_with_the_learner(adapted):
