@@ -63,6 +63,7 @@ class GeneratorActor:
         self._started = asyncio.Lock()
         self._ready = False
         self._ending = False
+        self._watch: asyncio.Task[None] | None = None
 
     async def ready(self) -> int:
         """Loads the engine and, after a restart, the newest weights. Returns the policy version."""
@@ -74,12 +75,13 @@ class GeneratorActor:
     async def _load(self) -> None:
         reached("engine.start")
         await self._engine.start()
+        if self._watch is None:  # from here on, since the engine may die while it takes the weights
+            self._watch = asyncio.create_task(self._exit_with_the_engine())
         newest = await self._store.newest.remote()
         if newest is not None:
             (reference,), policy_version = newest
             await self._engine.load_weights(await reference, policy_version=policy_version)
         self._ready = True
-        self._watch = asyncio.create_task(self._exit_with_the_engine())
 
     async def begin(self, weights: WeightHandle | None, seed: int) -> None:
         """Answers as an engine that was just started with `seed`, from `weights` (None: those that it serves). Raises

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import AsyncMock
+from unittest.mock import AsyncMock, Mock
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from ray.exceptions import ActorDiedError
 from mempipe.actors import generator
 from mempipe.actors.pools import GeneratorPool
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.engine_faults import EngineDead
 from mempipe.engines.proof import HeldWeights, Proof, StaleWeights
 from mempipe.engines.weights import model_handle, pack_weights
 
@@ -112,6 +113,20 @@ class KeptWeights:
         reference: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         reference.set_result("weights")
         return [reference], 4
+
+
+async def test_an_engine_that_dies_while_it_takes_the_newest_weights_ends_its_actor(actor, monkeypatch):
+    """Ray starts both again; otherwise every further call would find the dead engine."""
+    ended = asyncio.Event()
+    monkeypatch.setattr(generator, "WATCH_EVERY_S", 0.0)
+    monkeypatch.setattr(generator.os, "_exit", lambda code: ended.set())
+    engine: Any = actor._engine
+    dead = EngineDead("its process ended")
+    engine.load_weights, engine.check_alive = AsyncMock(side_effect=dead), Mock(side_effect=dead)
+    actor._store.newest = KeptWeights()
+    with pytest.raises(EngineDead):
+        await actor.ready()
+    await asyncio.wait_for(ended.wait(), timeout=5)
 
 
 async def test_an_engine_that_starts_again_while_the_learner_has_the_gpu_is_loaded_when_it_is_woken(actor, monkeypatch):
