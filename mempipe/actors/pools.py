@@ -108,4 +108,10 @@ class RetrieverPool(Pool):
         super().__init__(replicas, role="retriever", timeout_s=config.timeout_s)
 
     async def search(self, query: str, *, num_passages: int, partition: str) -> SearchResult:
+        """Raises LookupError when there is no retriever, besides what `call` raises."""
+        if not self._lines:
+            raise LookupError(
+                "the agent searches, but there is no retriever: set retrieval.index or retrieval.url, and give the "
+                "AgentSpec of your own agent searches=True, so that a missing index is refused before the start"
+            )
         return await self.call(query, num_passages, partition)

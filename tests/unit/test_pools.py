@@ -14,8 +14,9 @@ import pytest
 from ray.exceptions import ActorDiedError, RayActorError
 
 from mempipe.actors.lost import RoleLost
-from mempipe.actors.pools import Pool, RoleUnavailable
+from mempipe.actors.pools import Pool, RetrieverPool, RoleUnavailable
 from mempipe.faults import retry_pauses
+from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.retriever import RetrievalError, RetrievalTimeout
 
 
@@ -110,6 +111,11 @@ async def test_no_answer_is_told_at_the_deadline():
     with pytest.raises(RoleUnavailable, match=r"no retriever answered within 0\.05 s"):
         await pool.call("query")
     assert pool._under_way == [0]
+
+
+async def test_an_agent_that_searches_where_there_is_no_retriever_is_told_which_settings_it_needs():
+    with pytest.raises(LookupError, match=r"set retrieval\.index or retrieval\.url, and .* searches=True"):
+        await RetrieverPool([], config=RetrievalConfig()).search("x", num_passages=1, partition="")
 
 
 def test_pauses_double_up_to_eight_seconds_and_differ_between_callers():
