@@ -139,6 +139,9 @@ class Roles(RolloutActors):
 
     def start_learner(self, settings: LearnerSettings) -> None:
         """Makes a learner with `settings` on the ranks, in place of their earlier learner."""
+        folder = self.config.folder.absolute()
+        if folder.is_dir():
+            self.learners.check_folder(folder)
         if self.plan.kind == "colocated":  # an engine measures the free memory of its GPU while it starts
             self.wait()
         self.learners.start(settings)

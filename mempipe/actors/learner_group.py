@@ -25,6 +25,7 @@ from mempipe.engines.proof import SamplingMismatch
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
 from mempipe.garbage import no_collections
 from mempipe.rl.packing import MicroBatch
+from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
 
 WATCH_S = 5.0
@@ -52,6 +53,10 @@ class LearnerActor:
         """Returns this node's address, and a port on which this rank listens until all ranks have met there."""
         self._listener = socket.create_server((ray.util.get_node_ip_address(), 0))
         return self._listener.getsockname()
+
+    def node_without(self, folder: Path) -> str:
+        """Returns the address of this node when it does not see the folder; else ""."""
+        return "" if folder.is_dir() else ray.util.get_node_ip_address()
 
     def start(self, settings: LearnerSettings, rank: int, world_size: int, address: tuple[str, int]) -> None:
         if interface := _interface(ray.util.get_node_ip_address()):
@@ -175,6 +180,16 @@ class LearnerGroup:
         """Makes a `Learner` on every rank, in place of the earlier one. Rank 0's node is the master address."""
         address = self._all("meeting point", lambda rank, _: rank.listen.remote())[0]
         self._all("start", lambda rank, i: rank.start.remote(settings, i, len(self.ranks), address))
+
+    def check_folder(self, folder: Path) -> None:
+        """Raises ConfigError when the node of a rank does not see the run's folder, where ranks write checkpoints and
+        models: they would write to a disk on which nobody looks for them."""
+        blind = self._all("looking for the run's folder", lambda rank, _: rank.node_without.remote(folder))
+        if nodes := sorted({address for address in blind if address}):
+            raise ConfigError(
+                f"the run's folder {folder} is not there on {', '.join(nodes)}, where learner ranks are; set `output` "
+                "to a folder that all nodes share"
+            )
 
     def step(
         self, updates: Sequence[Sequence[Sequence[MicroBatch]]], *, first: int = 0, stop: StopRequest | None = None

@@ -72,6 +72,9 @@ class Stub:
     async def listen(self) -> tuple[str, int]:
         return await self.address()
 
+    async def node_without(self, folder: Path) -> str:
+        return ""
+
     async def start(self, settings: LearnerSettings, *args: Any) -> None:
         self._events.append(("start", settings.objective, settings.model.path))
 

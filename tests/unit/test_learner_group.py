@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from mempipe.actors.lost import LearnerFailed, LearnerLost
 from mempipe.engines import learner
 from mempipe.engines.engine_faults import EngineDead
 from mempipe.engines.proof import SamplingMismatch
+from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
 
 
@@ -104,6 +107,25 @@ def test_ranks_talk_over_the_interface_of_the_nodes_address_unless_told_otherwis
     settings: Any = None
     LearnerActor().start(settings, 0, 1, ("127.0.0.1", 1))
     assert os.environ["GLOO_SOCKET_IFNAME"] == expected
+
+
+def test_the_folder_of_a_run_that_a_node_does_not_see_is_refused_by_its_address(monkeypatch, tmp_path):
+    """The path is there on the node of the first rank only."""
+    monkeypatch.setattr(learner_group.ray.util, "get_node_ip_address", lambda: "10.0.0.7")
+    monkeypatch.setattr(learner_group.ray, "get", lambda answers, **_: answers)
+
+    class Placed:
+        def __init__(self, root: Path) -> None:
+            self._root = root
+
+        @property
+        def node_without(self) -> Any:
+            return SimpleNamespace(remote=lambda folder: LearnerActor().node_without(self._root / folder.name))
+
+    (tmp_path / "node0" / "run").mkdir(parents=True)
+    LearnerGroup([Placed(tmp_path / "node0")], timeout_s=30.0).check_folder(Path("/runs/run"))
+    with pytest.raises(ConfigError, match=r"/runs/run is not there on 10\.0\.0\.7, .* set `output`"):
+        LearnerGroup([Placed(tmp_path / f"node{i}") for i in range(2)], timeout_s=30.0).check_folder(Path("/runs/run"))
 
 
 def test_nobody_can_take_the_port_at_which_the_ranks_will_meet(monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from mempipe.actors import launch
 from mempipe.actors.launch import Roles
+from mempipe.settings import ConfigError
 
 
 @pytest.fixture
@@ -28,6 +30,7 @@ def roles(events: list[str], **plan: Any) -> Roles:
         release_memory=lambda: events.append("release"),
     )
     parts: Any = dict.fromkeys(("config", "namespace", "generators", "retrievers", "references"))
+    parts["config"] = SimpleNamespace(folder=Path("folder-that-is-not-there"))
     parts["store"] = SimpleNamespace(hold_engines=SimpleNamespace(remote=lambda held: events.append(f"hold {held}")))
     return Roles(**parts, plan=SimpleNamespace(**plan), learners=learners)  # pyrefly: ignore
 
@@ -38,6 +41,19 @@ def roles(events: list[str], **plan: Any) -> Roles:
 def test_a_learner_waits_for_engines_that_measure_the_free_memory_of_its_gpu(kind, order, events):
     roles(events, kind=kind).start_learner(None)  # pyrefly: ignore
     assert events == order
+
+
+def test_ranks_that_do_not_see_the_folder_of_the_run_train_nothing(events, tmp_path):
+    def refuse(folder: Path) -> None:
+        assert folder == tmp_path
+        raise ConfigError("set `output`")
+
+    training = roles(events, kind="separate")
+    training.config = SimpleNamespace(folder=tmp_path)  # pyrefly: ignore
+    training.learners.check_folder = refuse  # pyrefly: ignore
+    with pytest.raises(ConfigError):
+        training.start_learner(None)  # pyrefly: ignore
+    assert events == []
 
 
 def test_engines_sleep_before_the_ranks_learn_and_only_if_the_plan_says_so(events):
