@@ -182,12 +182,12 @@ class Checkpoints:
         """Saves the last position when the block ends, and also when it fails while the learner is sound."""
         try:
             yield self
+            self.save()
+            self._learners.finish_save()
         except BaseException as error:  # Interrupted as well
             if not isinstance(error, ClusterLost):
                 self._rescue(error)
             raise
-        self.save()
-        self._learners.finish_save()
 
     def begin(self, batch: StepGroups) -> None:
         """Records the position that `finish` will commit; called before the learner trains on `batch`."""

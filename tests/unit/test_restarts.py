@@ -258,6 +258,23 @@ def test_a_checkpoint_that_is_being_written_is_finished_before_the_run_ends(chec
     assert steps(learners) == [3]
 
 
+def test_a_run_that_is_told_to_stop_while_its_last_checkpoint_is_written_finishes_that(
+    checkpoints, learners, monkeypatch
+):
+    finish_save, interruptions = learners.finish_save, [Interrupted(15)]
+
+    def interrupted_once() -> None:
+        if learners._writing is not None and interruptions:
+            raise interruptions.pop()
+        finish_save()
+
+    monkeypatch.setattr(learners, "finish_save", interrupted_once)
+    with pytest.raises(Interrupted), checkpoints.kept():
+        train(checkpoints, learners, 0)
+        checkpoints.finish()
+    assert steps(learners) == [1]
+
+
 def test_a_step_that_was_learnt_but_did_not_reach_the_engines_is_saved(checkpoints, learners):
     with pytest.raises(RoleLost), checkpoints.kept():
         train(checkpoints, learners, 0)
