@@ -50,4 +50,6 @@ def write_adapter(folder: Path, packed: np.ndarray, model: ModelConfig) -> None:
     """Writes a LoRA adapter of `model` to `folder`, for PEFT and vLLM; `packed` is `pack_weights` of matrices under
     PEFT's names."""
     (folder / WEIGHTS_FILE).write_bytes(packed.data)
-    lora_config(model, base_model_name_or_path=model.path, inference_mode=True).save_pretrained(str(folder))
+    # A relative path would be looked for where the adapter is loaded, and then on the hub.
+    base = str(Path(model.path).absolute()) if Path(model.path).is_dir() else model.path
+    lora_config(model, base_model_name_or_path=base, inference_mode=True).save_pretrained(str(folder))

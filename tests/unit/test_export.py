@@ -94,6 +94,14 @@ def test_peft_loads_an_exported_adapter_and_merges_it_to_the_same_bytes(tmp_path
     assert PeftConfig.from_pretrained(adapter).base_model_name_or_path == model.path
 
 
+def test_an_exported_adapter_finds_its_base_from_every_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    model = ModelConfig(path=save_model(tmp_path).name, dtype="float32", **LORA)
+    run_with_checkpoints(tmp_path / "run", model)
+    assert main(["export", "run", "adapter", "--adapter"]) == 0
+    assert PeftConfig.from_pretrained("adapter").base_model_name_or_path == str(tmp_path / model.path)
+
+
 def test_an_adapter_that_is_not_there_is_refused(tmp_path, capsys):
     run_with_checkpoints(tmp_path / "run", ModelConfig(path=str(save_model(tmp_path)), dtype="float32"))
     for arguments, said in ([], r"model\.lora_rank is 0"), (["--best"], "keeps its best model merged"):
