@@ -28,7 +28,7 @@ from ray.exceptions import (
 
 from mempipe.actors.admission import Admission
 from mempipe.actors.driver import DriverSpec
-from mempipe.actors.generator import GeneratorActor
+from mempipe.actors.generator import WATCH_EVERY_S, GeneratorActor
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
 from mempipe.actors.lost import LaunchError, RoleLost, is_lost, one_line, refusal
@@ -307,6 +307,8 @@ def _answer(name: str, reference: Any, *, phase: str, deadline: float, again: Ca
             deaths += isinstance(of_task, EngineDead)
             starts_again = isinstance(error, ActorUnavailableError) or isinstance(of_task, EngineDead)
             pause = next(pauses)
+            if isinstance(of_task, EngineDead):  # until its actor has ended too: one death must not count twice
+                pause += 2 * WATCH_EVERY_S
             if again is not None and starts_again and deaths < MOST_DEATHS and time.monotonic() + pause < deadline:
                 time.sleep(pause)
                 reference = again()

@@ -586,6 +586,28 @@ def test_an_engine_that_dies_at_every_call_is_told_with_its_reason():
         ask(*[died, starting] * 10)
 
 
+@pytest.mark.parametrize("ends_after_s", [0.1, 0.9, 1.1])
+def test_an_engine_that_died_once_is_not_counted_as_dead_again_before_its_actor_has_ended(monkeypatch, ends_after_s):
+    """The actor looks after its engine every second, and answers every call until then that the engine is dead."""
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    def get(*_: Any, **__: Any) -> int:
+        if now < ends_after_s:
+            raise RayTaskError("load_weights", "", EngineDead("its process ended"))
+        if now < ends_after_s + 6:
+            raise ActorUnavailableError("it restarts", None)
+        return 7
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now))
+    monkeypatch.setattr(launch.ray, "get", get)
+    found = ask_all({"generator-0": None}, lambda _: None, phase="loading weights", timeout_s=60.0)
+    assert found == {"generator-0": 7}
+
+
 @pytest.mark.usefixtures("answered")
 def test_an_actor_that_refuses_a_setting_is_not_made_again():
     """Every restart would end with the same sentence."""
