@@ -208,7 +208,7 @@ class CheckpointConfig(Section):
     every_steps: int = Field(10, ge=1)
     """Learner steps between two checkpoints; the last step always has one."""
     keep: int = Field(2, ge=1)
-    """Checkpoints that are kept, the newest ones."""
+    """Checkpoints that are kept, the newest ones; one more where the newest was saved between two updates of a step."""
     export_every_steps: int = Field(0, ge=0)
     """Learner steps between two models that the run exports to exports/ in its folder; all are kept; 0: only
     the last one, to huggingface/."""

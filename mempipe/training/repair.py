@@ -221,7 +221,10 @@ class Checkpoints:
         self._tracker.flush()  # a step that a resumed run will not repeat must be on record
         started = time.perf_counter()
         reached("checkpoint", step=self.position.step)
-        self._learners.start_save(self._folder, self.position, keep=self._config.checkpoint.keep)
+        keep = self._config.checkpoint.keep
+        if self.position.num_updates:  # the last whole step stays: for exports, and should the groups be lost
+            keep += 1
+        self._learners.start_save(self._folder, self.position, keep=keep)
         self._saved = self.position
         # The new checkpoint may yet fail to be written, so those before it keep what they need.
         self._kept.clear([self.position, *map(position_of, checkpoints(self._folder))])

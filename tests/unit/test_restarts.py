@@ -36,6 +36,7 @@ class Learners:
         self.num_updates = 0
         self.num_under_way = 0
         self.saved: list[Position] = []
+        self.kept: list[int] = []
         self.failure: Exception | None = None
         self.write_failure: Exception | None = None
         self._writing: Position | None = None
@@ -50,6 +51,7 @@ class Learners:
 
     def start_save(self, folder: Path, position: Position, *, keep: int) -> None:
         self.finish_save()
+        self.kept.append(keep)
         self._writing = position
 
     def finish_save(self) -> None:
@@ -393,6 +395,18 @@ def test_a_step_that_there_is_no_time_for_is_saved_between_its_updates(checkpoin
     assert "saved step 1 and 1 updates of the next one" in capsys.readouterr().out
     kept = KeptGroups(tmp_path / "kept_groups").read(learners.saved[0])
     assert [each.id for each in kept] == ["g1"] and kept[0].started_at == 0
+
+
+def test_a_checkpoint_between_updates_does_not_displace_the_last_one_of_a_whole_step(checkpoints, learners):
+    keep = checkpoints._config.checkpoint.keep
+    with pytest.raises(Interrupted), checkpoints.kept():
+        for number in range(3):
+            train(checkpoints, learners, number)
+            checkpoints.finish()
+        train(checkpoints, learners, 3, updates=1)
+        raise Interrupted(15)
+    assert [position.num_updates for position in learners.saved] == [0, 1]
+    assert learners.kept == [keep, keep + 1]
 
 
 def test_a_checkpoint_between_updates_is_not_saved_without_its_groups(checkpoints, learners, monkeypatch, capsys):
