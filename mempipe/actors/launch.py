@@ -275,14 +275,22 @@ def ask_all(
     timeout_s: float,
     begun: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the answer of every actor to `submit`, by name; `begun` are calls that were submitted already. An actor
-    that Ray restarts in the meantime is called again, until its engine has died MOST_DEATHS times. Raises as `wait_for`
-    does.
+    """Returns the answer of every engine to `submit`, by name; `begun` are calls that were submitted already. One
+    that Ray restarts in the meantime is called again, until it has died MOST_DEATHS times. `timeout_s` is
+    `generation.timeout_s`. Raises as `wait_for` does.
     """
     deadline = time.monotonic() + timeout_s
     pending = begun or {name: submit(actor) for name, actor in actors.items()}
+    limit = f"generation.timeout_s {timeout_s:g} s"
     return {
-        name: _answer(name, reference, phase=phase, deadline=deadline, again=lambda name=name: submit(actors[name]))
+        name: _answer(
+            name,
+            reference,
+            phase=phase,
+            deadline=deadline,
+            limit=limit,
+            again=lambda name=name: submit(actors[name]),
+        )
         for name, reference in pending.items()
     }
 
@@ -292,16 +300,28 @@ def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dic
     actor died or the time is up, LaunchError when a call failed; the message names phase and actor. Raises ConfigError
     with the sentence of an actor that refused a setting when it was made."""
     deadline = time.monotonic() + timeout_s
-    return {name: _answer(name, reference, phase=phase, deadline=deadline) for name, reference in pending.items()}
+    limit = f"{timeout_s:g} s"
+    return {
+        name: _answer(name, reference, phase=phase, deadline=deadline, limit=limit)
+        for name, reference in pending.items()
+    }
 
 
-def _answer(name: str, reference: Any, *, phase: str, deadline: float, again: Callable[[], Any] | None = None) -> Any:
+def _answer(
+    name: str,
+    reference: Any,
+    *,
+    phase: str,
+    deadline: float,
+    limit: str,
+    again: Callable[[], Any] | None = None,
+) -> Any:
     pauses, deaths = retry_pauses(), 0
     while True:
         try:
             return ray.get(reference, timeout=max(deadline - time.monotonic(), 0.001))
         except GetTimeoutError as error:
-            raise RoleLost(f"{phase}: {name} gave no answer in time") from error
+            raise RoleLost(f"{phase}: {name} gave no answer within {limit}") from error
         except (RayActorError, RayTaskError) as error:
             of_task = None if isinstance(error, RayActorError) else error.cause
             deaths += isinstance(of_task, EngineDead)

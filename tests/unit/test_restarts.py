@@ -10,7 +10,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, OwnerDiedError, RayTaskError, UserCodeException
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    GetTimeoutError,
+    OwnerDiedError,
+    RayTaskError,
+    UserCodeException,
+)
 
 from mempipe.actors import launch
 from mempipe.actors.launch import ask_all, wait_for
@@ -583,6 +590,17 @@ def test_an_engine_that_starts_again_is_asked_again():
 def test_an_engine_that_starts_no_more_is_a_role_that_is_lost():
     with pytest.raises(RoleLost, match="loading weights: generator-0: The actor died"):
         ask(ActorDiedError())
+
+
+def test_an_engine_that_gives_no_answer_is_told_with_the_setting_that_limits_it(monkeypatch):
+    def get(*_: Any, **__: Any) -> Any:
+        raise GetTimeoutError("too late")
+
+    monkeypatch.setattr(launch.ray, "get", get)
+    with pytest.raises(RoleLost, match=r"loading weights: generator-0 gave no answer within generation\.timeout_s 5 s"):
+        ask(7)
+    with pytest.raises(RoleLost, match=r"start: generator-0 gave no answer within 900 s"):
+        wait_for({"generator-0": None}, phase="start", timeout_s=900.0)
 
 
 def test_an_actor_that_could_not_be_made_says_why():
