@@ -136,6 +136,13 @@ def test_two_passages_are_joined_by_the_entity_that_leads_from_one_to_the_other(
     assert [fact.value for fact in question.evidence] == ["Anna Miller", "Steinbach"] and question.num_hops == 2
 
 
+def test_a_pair_whose_first_sentence_names_the_answer_is_left_out():
+    river = "The stone bridge over the quiet Steinbach river was designed by Anna Miller after the great flood."
+    life = "She learned the craft of building long stone arches as a young woman in Steinbach village."
+    made = make(passage("Old Bridge", river), passage("Anna Miller", life), two_passages=1.0)
+    assert not made.questions["train"]
+
+
 def test_the_last_word_of_an_organisation_is_not_its_name():
     text = "The press at home wrote that Oxford University Press printed the book about bridges in early spring."
     (question,) = make(passage("Old Bridge", text)).questions["train"]
