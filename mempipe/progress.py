@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import os
+import select
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TypeVar
 
-from rich.console import Console
+from rich.console import Console as AnyConsole
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
@@ -24,7 +26,42 @@ _OPEN: list[Progress] = []
 
 def say(text: str) -> None:
     """Prints a message about the progress of the job with the time of day, since starting takes minutes."""
-    print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+    with unread_is_discarded():
+        print(f"[{time.strftime('%H:%M:%S')}] {text}", flush=True)
+
+
+@contextmanager
+def unread_is_discarded() -> Iterator[None]:
+    """Lets the block write to a pipe whose reader has ended, as `tee` does at Ctrl-C: that and all that follows is
+    discarded. An error there would end a job before it has saved its work."""
+    try:
+        yield
+    except BrokenPipeError:
+        _discard_unread()
+
+
+def _discard_unread() -> None:
+    """Discards what will be written to those of standard output and error that nobody reads any more."""
+    poll = select.poll()
+    for number in (1, 2):
+        poll.register(number, 0)
+    discard_output([number for number, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)])
+
+
+def discard_output(numbers: Sequence[int]) -> None:
+    """Discards what will be written to these file descriptors."""
+    if numbers:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for number in numbers:
+            os.dup2(nowhere, number)
+        os.close(nowhere)
+
+
+class Console(AnyConsole):
+    """The console of a job, which continues when the reader of its output has ended."""
+
+    def on_broken_pipe(self) -> None:
+        _discard_unread()
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from mempipe.progress import say
+from mempipe.progress import discard_output, say
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 SAVING_SHARE = 0.4
@@ -101,12 +101,7 @@ def _terminals() -> list[int]:
 def _leave_closed(terminals: list[int]) -> None:
     """Discards what will be written to a terminal that has closed: every line there would be an OSError, and the one
     that tells of a checkpoint would end the run before the checkpoint is written."""
-    closed = [number for number in terminals if not os.isatty(number)]
-    if closed:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for number in closed:
-            os.dup2(nowhere, number)
-        os.close(nowhere)
+    discard_output([number for number in terminals if not os.isatty(number)])
 
 
 class StopRequest:

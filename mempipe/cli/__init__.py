@@ -18,6 +18,7 @@ from mempipe.cli import data, index, measure, run, serve, submit
 from mempipe.cli.commands import EXIT_CONFIG, EXIT_RUN
 from mempipe.environment import prepare_process, speak_utf8
 from mempipe.installation import check_pipelines
+from mempipe.progress import unread_is_discarded
 from mempipe.settings import ConfigError, OldName
 from mempipe.stop import signals_interrupt
 
@@ -52,7 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupted:
         flag = " with --resume" if hasattr(arguments, "resume") else ""
         hint = f"; the same command{flag} resumes where this one stopped" if arguments.continues else ""
-        print(f"interrupted{hint}", file=sys.stderr)
+        with unread_is_discarded():
+            print(f"interrupted{hint}", file=sys.stderr)
         return getattr(interrupted, "exit_code", 130)
     except Exception as error:  # the outermost handler: a mistake in the code is raised with its trace
         if os.environ.get("MEMPIPE_DEBUG") or not _is_fault(error):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,3 +99,42 @@ def test_where_the_loss_rises_is_said_before(monkeypatch):
     assert _said_of_faults(shown, updates, wanted.model_copy(update={"order": "mixed"})) == ""
     shown.noisy = []
     assert _said_of_faults(shown, updates, wanted) == ""
+
+
+def closed_pipe(code: str, *arguments: str) -> int:
+    """Returns the exit code of a Python process whose standard output and error are a pipe that nobody reads."""
+    command = [sys.executable, "-c", code, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        process.stdout.close()
+        return process.wait(timeout=120)
+
+
+def test_a_job_continues_when_the_reader_of_its_output_has_ended(tmp_path: Path):
+    job = """
+import pathlib, sys
+from mempipe.progress import Progress, say
+for _ in range(2):
+    if "bar" in sys.argv:
+        with Progress("train", total=2) as progress:
+            progress.advance(2)
+            progress.note("a line above it")
+    else:
+        say("saved")
+pathlib.Path(sys.argv[1]).touch()
+"""
+    for number, how in enumerate(("say", "bar")):
+        file = tmp_path / str(number)
+        assert closed_pipe(job, str(file), how) == 0
+        assert file.exists(), how
+
+
+def test_an_interrupted_command_whose_output_nobody_reads_ends_with_its_exit_code():
+    command = """
+import sys
+from mempipe import cli, doctor
+def examine(*_, **__):
+    raise KeyboardInterrupt
+doctor.examine = examine
+sys.exit(cli.main(["doctor", "quickstart"]))
+"""
+    assert closed_pipe(command) == 130
