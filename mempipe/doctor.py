@@ -10,7 +10,7 @@ from mempipe.checks.machine import Devices
 from mempipe.config import RunConfig
 from mempipe.engines.gpus import GPUS
 from mempipe.loader import load_job
-from mempipe.runs import Resume
+from mempipe.runs import Resume, check_place
 from mempipe.settings import ConfigError
 
 
@@ -35,6 +35,7 @@ def examine(
     if num_gpus is not None:
         devices = Devices(num_gpus=num_gpus, gpu=gpu, **({"gpu_gib": GPUS[gpu].usable_gib} if gpu else {}))
     kind, config = load_job(path, overrides)
+    check_place(path, config, resume=resume)
     findings = kind.findings(config, devices=devices, resume=resume)
     if not isinstance(config, RunConfig):
         return findings

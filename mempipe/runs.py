@@ -262,6 +262,23 @@ def saved_state(config: RunConfig, *, resume: Resume) -> dict[str, Any] | None:
     return state
 
 
+def check_place(path: str | Path, config: object, *, resume: Resume) -> None:
+    """Raises ConfigError if a run is to be continued by the config.yaml of a run's folder, but its output and name mean
+    another folder: the run was copied, renamed or moved, or the command was started in another folder."""
+    file = Path(path)
+    own, state = file.parent, file.parent / _STATE
+    if resume == "never" or not isinstance(config, RunConfig) or file.name != _CONFIG or not state.exists():
+        return
+    saved = saved_settings(own)
+    named = (saved.get("output"), saved.get("name")) == (config.output, config.name)  # not by an override
+    if named and config.folder.resolve() != own.resolve():
+        raise ConfigError(
+            f"{file} belongs to the run in {own}, but its output {config.output!r} and name {config.name!r} mean "
+            f"{config.folder}; to continue a run that is elsewhere now, add output=FOLDER (the parent of its folder); "
+            "to continue a copy under another name, write that name, and the paths in its folder, into its config.yaml"
+        )
+
+
 def read_state(folder: Path) -> dict[str, Any]:
     """Returns the state of the run in `folder`. Raises ConfigError, which says how the run continues, for a damaged
     one."""

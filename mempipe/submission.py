@@ -25,7 +25,7 @@ from mempipe.checks.findings import Finding, refuse, refused
 from mempipe.credentials import without_passwords
 from mempipe.kinds import BUILT_IN, JobKind, kind_of
 from mempipe.loader import load_job, read_values
-from mempipe.runs import Resume
+from mempipe.runs import Resume, check_place
 from mempipe.settings import ConfigError, Section
 
 DASHBOARD = "http://127.0.0.1:8265"
@@ -166,6 +166,7 @@ def checked_job(path: str, overrides: Sequence[str] = (), *, resume: Resume = "n
     kind, config = load_job(path, overrides)
     if not kind.main:
         raise ConfigError(f"{path} describes {kind.described}; `{kind.command}` takes it")
+    check_place(path, config, resume=resume)
     folder = Path.cwd()
     _check_places(config, folder)
     findings = _fatal_findings(kind, config, resume)

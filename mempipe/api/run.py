@@ -24,7 +24,7 @@ from mempipe.facts import FactState, fact_states
 from mempipe.installation import check_pipelines
 from mempipe.loader import load_config, load_values, parse_section
 from mempipe.reports.traced import Traced, read_traced
-from mempipe.runs import Resume, read_state
+from mempipe.runs import Resume, check_place, read_state
 from mempipe.settings import ConfigError
 from mempipe.tracking.metrics_file import read_metrics
 
@@ -138,6 +138,8 @@ def train(
     values = merged(_values(config), nested(overrides))
     folder = Path(values.get("output", "runs")) / str(values.get("name", "run"))
     parsed = parse_section(with_names(values, folder=folder), RunConfig)
+    if isinstance(config, str | Path):
+        check_place(config, parsed, resume=how)
     check_pipelines()
     from mempipe.checks.run import check_run
 

@@ -98,11 +98,13 @@ def _add_which_checkpoint(command: argparse.ArgumentParser) -> None:
 def run_job(arguments: argparse.Namespace) -> None:
     """Checks the config of a job, and does the work."""
     from mempipe.loader import load_job
+    from mempipe.runs import check_place
 
-    resume = getattr(arguments, "resume", "never")
+    resume = vars(arguments).get("resume", "never")
     kind, config = load_job(arguments.config, arguments.overrides, kind=arguments.kind)
     if not kind.main:
         raise ConfigError(f"{arguments.config} describes {kind.described}; `{kind.command}` takes it")
+    check_place(arguments.config, config, resume=resume)
     refuse(kind.findings(config, resume=resume))
     say(f"{getattr(config, 'folder', kind.described)}: checked; loading")
     kind.run(config, resume=resume)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from result_builders import answered
 
 from mempipe.config import RunConfig
 from mempipe.data.trajectories import write_trajectories
+from mempipe.doctor import examine
 from mempipe.engines.checkpoint import latest
-from mempipe.loader import parse_config
-from mempipe.runs import Run, saved_state
+from mempipe.loader import load_config, parse_config
+from mempipe.runs import Resume, Run, check_place, saved_state
 from mempipe.settings import ConfigError
 
 
@@ -277,6 +279,28 @@ def test_a_run_whose_checkpoints_are_gone_does_not_begin_at_zero(begun):
     run.update(num_steps=21)
     with pytest.raises(ConfigError, match="has done 21 steps, but its checkpoints are gone"):
         run.restart_at(0)
+
+
+def test_the_config_of_a_copied_run_does_not_continue_the_original(begun, tmp_path_factory):
+    original, elsewhere = begun / "run", tmp_path_factory.mktemp("elsewhere")
+    file = shutil.copytree(original, begun / "copy") / "config.yaml"
+    check_place(original / "config.yaml", load_config(original / "config.yaml"), resume="always")
+    resumes: tuple[Resume, ...] = ("always", "auto")
+    for resume in resumes:
+        with pytest.raises(ConfigError) as error:
+            check_place(file, load_config(file), resume=resume)
+        assert f"{file} belongs to the run in {begun / 'copy'}" in str(error.value)
+        assert f"name 'run' mean {original}; " in str(error.value)
+    with pytest.raises(ConfigError, match=r"copy/config\.yaml belongs to the run in"):
+        examine(str(begun / "copy"))
+    check_place(file, load_config(file), resume="never")  # another run with the settings of this one
+    check_place(file, load_config(file, ["name=other"]), resume="auto")
+    moved = shutil.copytree(original, elsewhere / "run") / "config.yaml"
+    with pytest.raises(ConfigError, match=r"add output=FOLDER"):
+        check_place(moved, load_config(moved), resume="always")
+    continued = load_config(moved, [f"output={elsewhere}"])
+    check_place(moved, continued, resume="always")
+    assert saved_state(continued, resume="always") is not None
 
 
 def kept_files(folder: Path) -> set[str]:
