@@ -6,8 +6,9 @@ A run is one YAML file (`jobs/configs/`) plus `key=value` overrides with dotted 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, ValidationInfo, field_validator, model_validator
 
@@ -36,14 +37,23 @@ from mempipe.settings import ConfigError, FolderName, Section, Seed
 from mempipe.tracking.config import TrackingConfig
 
 DEFAULT_AGENT = "memsearcher"
+MODEL = ("model", "path", ("model",))
+TRAIN = ("data", "train", ("world/train.parquet", "questions/train.parquet"))
 MADE_BY_A_RUN = (
-    ("model", "path", ("model",)),
+    MODEL,
     ("retrieval", "index", ("index",)),
-    ("data", "train", ("world/train.parquet", "questions/train.parquet")),
+    TRAIN,
     ("data", "validation", ("world/validation.parquet", "questions/test.parquet")),
 )
 """Settings that name what a run with a `world`, a `cloze` section or a `model.source` makes, and its places in the
 run's folder."""
+
+
+def _folders_named(values: dict[str, Any], section: str, name: str, places: Sequence[str]) -> list[Path]:
+    """Returns the run's folder in which a setting names one of these places, if it does."""
+    settings = values.get(section)
+    path = Path(str(settings.get(name))) if isinstance(settings, dict) else Path()
+    return [path.parents[place.count("/")] for place in places if path.match(place)]
 
 
 class StreamConfig(Section):
@@ -279,16 +289,21 @@ class RunConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _made_by_the_run(cls, values: object) -> object:
-        """Empties settings that name files which the run makes in its own folder. The config.yaml of a run names them;
-        a run that is started with this file makes them or continues with them."""
+        """Empties settings that name files which the run makes in its own folder, or made where it was before it was
+        moved. The config.yaml of a run names them; a run that is started with this file makes them or continues with
+        them."""
         if not isinstance(values, dict) or not isinstance(values.get("model") or {}, dict):
             return values
         if not (values.get("world") or values.get("cloze") or (values.get("model") or {}).get("source")):
             return values
         folder = Path(str(values.get("output", "runs"))) / str(values.get("name", "run"))
+        # These two settings are nobody else's: with a path of the same run name they tell where a moved run was.
+        telling = TRAIN if values.get("world") or values.get("cloze") else MODEL
+        folders = {folder, *(each for each in _folders_named(values, *telling) if each.name == folder.name)}
         for section, name, places in MADE_BY_A_RUN:
             settings = values.get(section)
-            if isinstance(settings, dict) and settings.get(name) in {str(folder / place) for place in places}:
+            made = {str(each / place) for each in folders for place in places}
+            if isinstance(settings, dict) and str(settings.get(name)) in made:
                 values = {**values, section: {**settings, name: ""}}
         return values
 

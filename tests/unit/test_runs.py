@@ -303,5 +303,38 @@ def test_the_config_of_a_copied_run_does_not_continue_the_original(begun, tmp_pa
     assert saved_state(continued, resume="always") is not None
 
 
+@pytest.mark.parametrize(
+    ("section", "made"),
+    [
+        ({"world": {"num_layers": 2}}, ("model", "index", "world/train.parquet", "world/validation.parquet")),
+        ({"cloze": {"with_title": True}}, ("", "index", "questions/train.parquet", "questions/test.parquet")),
+        ({"model": {"source": "some.gguf"}}, ("model", "", "", "")),
+    ],
+    ids=str,
+)
+def test_a_moved_run_continues_with_what_it_made(tmp_path, section, made):
+    before, now = tmp_path / "before" / "run", tmp_path / "now" / "run"
+    began = config(before.parent, **section)
+    model, index, train, validation = (f"{before}/{name}" if name else "" for name in made)
+    Run(began).resolved(
+        began.model_copy(
+            update={
+                "model": began.model.model_copy(update={"path": model}),
+                "retrieval": began.retrieval.model_copy(update={"index": index}),
+                "data": began.data.model_copy(update={"train": train, "validation": validation}),
+            }
+        )
+    )
+    shutil.move(before, now)
+    moved = load_config(now / "config.yaml", [f"output={now.parent}"])
+    assert saved_state(moved, resume="always") is not None
+    assert [moved.model.path, moved.retrieval.index, moved.data.train, moved.data.validation] == ["", "", "", ""]
+
+
+def test_the_model_of_another_run_stays_that_of_the_config(tmp_path):
+    model = str(tmp_path / "other" / "run" / "model")
+    assert config(tmp_path, world={"num_layers": 2}, model={"path": model}).model.path == model
+
+
 def kept_files(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*.parquet")}
