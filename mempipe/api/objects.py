@@ -14,7 +14,8 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,8 +47,15 @@ def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> di
     An object that no module holds goes into a module in `folder`; None: into one of this process alone. Raises
     ConfigError for an object that has no place there.
     """
+    passed = Passed(folder)
+    result = passed.names(settings)
+    passed.write()
+    return result
+
+
+def _named(settings: Mapping[str, Any], passed: Passed) -> dict[str, Any]:
+    """Returns the settings with the names that `passed` gives to their objects."""
     result = dict(settings)
-    passed = _Passed(folder)
     given, reward, tracking = result.get("agent"), result.get("reward"), result.get("tracking")
     if isinstance(given, Mapping | ModuleType | AgentSpec):
         agent: dict[str, Any] = dict(given) if isinstance(given, Mapping) else {"name": given}
@@ -71,17 +79,41 @@ def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> di
     if isinstance(tracking, Mapping) and isinstance(tracking.get("writers"), list | tuple):
         writers = [passed.name(each, setting="tracking.writers") for each in tracking["writers"]]
         result["tracking"] = {**tracking, "writers": writers}
-    passed.write()
     return result
 
 
-class _Passed:
+class Passed:
     """The objects of one call that no module holds."""
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
         self._module = _module_in(folder) if folder is not None else f"{_PREFIX}load_{next(_loads)}"
         self._objects: dict[str, Any] = {}
+
+    def names(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what `with_names` returns; `write` then makes the module."""
+        return _named(settings, self)
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Lets this process import the objects in the block, before anything is written: a refused start must not
+        replace those of the run that the folder holds."""
+        if not self._objects:
+            yield
+            return
+        before = sys.modules.get(self._module)
+        self._remember()
+        try:
+            yield
+        finally:
+            sys.modules.pop(self._module, None)
+            if before is not None:
+                sys.modules[self._module] = before
+
+    def _remember(self) -> None:
+        module = ModuleType(self._module)
+        vars(module).update(self._objects)
+        sys.modules[self._module] = module
 
     def name(self, value: object, *, setting: str) -> str:
         """Returns MODULE:NAME of an object; a name itself is returned as it is."""
@@ -97,14 +129,12 @@ class _Passed:
         return f"{self._module}:{name}"
 
     def write(self) -> None:
-        """Makes the module that `name` has promised, where there is one."""
+        """Makes the module that `names` has promised, where there is one."""
         if not self._objects:
             return
         sys.modules.pop(self._module, None)
         if self._folder is None:
-            module = ModuleType(self._module)
-            vars(module).update(self._objects)
-            sys.modules[self._module] = module
+            self._remember()
             return
         import cloudpickle
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from mempipe.api.objects import with_names
+from mempipe.api.objects import Passed
 from mempipe.api.results import causes_text
 from mempipe.api.settings import nested
 from mempipe.checks.findings import refuse
@@ -136,14 +136,17 @@ def train(
     if how not in ("never", "auto", "always"):
         raise ConfigError(f"resume is {resume!r}; expected 'never', 'auto' or 'always'")
     values = merged(_values(config), nested(overrides))
-    folder = Path(values.get("output", "runs")) / str(values.get("name", "run"))
-    parsed = parse_section(with_names(values, folder=folder), RunConfig)
-    if isinstance(config, str | Path):
-        check_place(config, parsed, resume=how)
+    passed = Passed(Path(str(values.get("output", "runs"))) / str(values.get("name", "run")))
+    named = passed.names(values)
     check_pipelines()
     from mempipe.checks.run import check_run
 
-    refuse(check_run(parsed, resume=how))
+    with passed.in_memory():
+        parsed = parse_section(named, RunConfig)
+        if isinstance(config, str | Path):
+            check_place(config, parsed, resume=how)
+        refuse(check_run(parsed, resume=how))
+    passed.write()
     from pipelines.train import main
 
     return Run(main(parsed, resume=how).folder)

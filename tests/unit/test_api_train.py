@@ -18,6 +18,7 @@ import mempipe
 from mempipe.actors.cluster import connected
 from mempipe.api.objects import with_names
 from mempipe.api.settings import nested
+from mempipe.checks.run import check_run
 from mempipe.loader import load_config
 from mempipe.types import Question, Trajectory
 from mempipe.user_code import load_user_object
@@ -213,3 +214,25 @@ def test_a_reward_of_this_process_trains(job, monkeypatch):
     assert load_config(run.folder / "config.yaml").reward.function == run.config.reward.function
     assert isinstance(sys.modules[module], ModuleType)
     assert mempipe.train(job.settings(), reward=brief, resume=True).config.reward == run.config.reward
+
+
+def test_a_refused_training_leaves_the_objects_of_the_run_in_its_folder(job, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    rewards = [lambda trajectory, question, value=value: value for value in (0.25, -5.0)]
+    for reward in rewards:
+        monkeypatch.setattr(reward, "__module__", "__main__", raising=False)
+        reward.__name__ = reward.__qualname__ = "mine"
+    name = mempipe.train(job.settings(), num_steps=1, reward=rewards[0]).config.reward.function
+    monkeypatch.setattr("mempipe.checks.run.check_run", check_run)
+    with pytest.raises(mempipe.ConfigError, match="holds a run already"):
+        mempipe.train(job.settings(), reward=rewards[1])
+    assert in_a_worker(name) == "0.25\n"
+    assert load_user_object(name, setting="reward.function")(None, None) == 0.25
+
+
+@pytest.mark.parametrize("wrong", [{"num_steps": 0}, {"output": None}, {"name": "a/b"}], ids=str)
+def test_wrong_settings_are_refused_before_a_file_is_written(tmp_path, monkeypatch, wrong):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(mempipe.ConfigError, match=next(iter(wrong))):
+        mempipe.train({"world": {}}, **wrong, reward=lambda trajectory, question: 0.0)
+    assert not list(tmp_path.iterdir())
