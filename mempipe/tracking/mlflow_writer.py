@@ -133,10 +133,13 @@ class MlflowRun:
 
     def is_temporary(self, error: Exception) -> bool:
         from mlflow.exceptions import MlflowException
+        from sqlalchemy.exc import OperationalError
 
         if isinstance(error, MlflowException):
             status = error.get_http_status_code()
             return status >= 500 or status in (401, 403, 408, 429)
+        if isinstance(error, OperationalError):  # of `forget_metrics`: another run locks the database, or it is full
+            return True
         return isinstance(error, OSError) and not isinstance(error, FileNotFoundError | IsADirectoryError)
 
     def _experiment(self) -> str:

@@ -476,6 +476,25 @@ def test_steps_that_are_made_again_stand_once_in_the_mlflow_run(tmp_path):
     assert [(row["step"], row["em"]) for row in read_metrics(folder / "metrics.jsonl")] == history(folder, run_id, "em")
 
 
+def test_steps_that_are_made_again_while_the_store_is_locked_stand_once_too(tmp_path):
+    tracker = make_tracker(tmp_path / "run")
+    for step in (1, 2, 3):
+        tracker.log_metrics({"reward": step}, step=step)
+    tracker.finish()
+    run_id = str(last_run_id(tmp_path / "run"))
+    again = make_tracker(tmp_path / "run", resume_run_id=run_id)
+    assert again.run_id(60) == run_id
+    with sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None) as other:
+        other.execute("BEGIN EXCLUSIVE")
+        again.restart_at(1)
+        time.sleep(7)  # longer than sqlite waits
+        other.execute("ROLLBACK")
+    again.log_metrics({"reward": 20}, step=2)
+    summary = again.finish()
+    assert summary.num_refused == 0 and not summary.losses
+    assert history(tmp_path / "run", run_id, "reward") == [(1, 1.0), (2, 20.0)]
+
+
 def test_the_newest_value_is_that_of_the_last_step_which_stays(tmp_path):
     folder = tmp_path / "a"
     tracker = make_tracker(folder)
