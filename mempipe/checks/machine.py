@@ -13,8 +13,12 @@ from pathlib import Path
 from mempipe.checks.findings import Finding, fatal, ok
 from mempipe.engines.gpus import GIB
 from mempipe.planning.hosts import usable_memory
+from mempipe.settings import ConfigError
 
 TIMEOUT_S = 5.0
+NVIDIA_SMI_S = 60.0
+"""Seconds in which nvidia-smi must answer. Where no process keeps the driver loaded, it initialises every GPU first, so
+that a machine with eight of them takes half a minute."""
 DEFAULT_GPU_GIB = 79.2  # as CUDA reports 80
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 """Names of this machine that only its own processes reach."""
@@ -36,9 +40,10 @@ class Devices:
 def devices_here() -> Devices:
     """Asks nvidia-smi, and the operating system; torch, which knows the same, takes seconds to import."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = _gpu_gib()
+    names = [name for name in (visible or "").split(",") if name.strip() not in ("", "-1")]
+    gpus = _gpu_gib() if visible is None or names else []
     if visible is not None:
-        gpus = gpus[: len([name for name in visible.split(",") if name.strip() not in ("", "-1")])]
+        gpus = gpus[: len(names)]
     return Devices(num_gpus=len(gpus), gpu_gib=min(gpus, default=DEFAULT_GPU_GIB), host_gib=usable_memory() / GIB)
 
 
@@ -99,13 +104,19 @@ def check_cluster(address: str) -> list[Finding]:
 
 
 def _gpu_gib() -> list[float]:
-    """Returns the memory of every GPU of this machine in GiB; an empty list without nvidia-smi."""
+    """Returns the memory of every GPU of this machine in GiB; an empty list without nvidia-smi. Raises ConfigError if
+    it gives no answer, since a plan for CPUs would not be that of a machine with GPUs."""
     command = shutil.which("nvidia-smi")
     if command is None:
         return []
     query = [command, "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired):
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=NVIDIA_SMI_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{command} gave no answer within {NVIDIA_SMI_S:g} s, so that the GPUs are not known; mend the driver, or "
+            "set CUDA_VISIBLE_DEVICES to an empty text to use none"
+        ) from error
+    except OSError:
         return []
     return [float(line) / 1024 for line in listed.stdout.split("\n") if line.strip().isdigit()]

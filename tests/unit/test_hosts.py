@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import psutil
 import pytest
 
+from mempipe.checks import machine
 from mempipe.checks.findings import Finding
 from mempipe.checks.machine import Devices
 from mempipe.checks.roles import check_roles
@@ -14,6 +16,7 @@ from mempipe.config import RunConfig
 from mempipe.loader import load_config
 from mempipe.planning.capacity import GIB, KNOWN, ModelShape
 from mempipe.planning.hosts import all_on_cpus, offloaded, usable_memory
+from mempipe.settings import ConfigError
 
 PRESET = Path(__file__).parents[2] / "jobs" / "configs" / "memsearcher_qwen2.5-7b.yaml"
 FOURTEEN = KNOWN["Qwen/Qwen2.5-14B-Instruct"]
@@ -102,3 +105,34 @@ def test_the_limit_of_a_control_group_is_the_memory_that_may_be_used(tmp_path, g
 
 def test_a_system_without_control_groups_has_the_memory_of_its_machine(tmp_path):
     assert usable_memory(tmp_path / "none", tmp_path / "neither") == psutil.virtual_memory().total
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Makes an nvidia-smi that shows two GPUs after some seconds."""
+
+    def make(seconds: float) -> None:
+        file = tmp_path / "nvidia-smi"
+        file.write_text(f"#!/bin/sh\nsleep {seconds}\necho 81559\necho 81559\n")
+        file.chmod(0o755)
+
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return make
+
+
+def test_the_gpus_of_a_slow_driver_are_found(nvidia_smi, monkeypatch):
+    monkeypatch.setattr(machine, "TIMEOUT_S", 0.1)
+    nvidia_smi(0.5)
+    assert machine.devices_here().num_gpus == 2
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    assert machine.devices_here().num_gpus == 1
+
+
+def test_a_driver_that_gives_no_answer_is_no_machine_without_gpus(nvidia_smi, monkeypatch):
+    monkeypatch.setattr(machine, "NVIDIA_SMI_S", 0.1)
+    nvidia_smi(3)
+    with pytest.raises(ConfigError, match=r"nvidia-smi gave no answer within 0\.1 s"):
+        machine.devices_here()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert machine.devices_here().num_gpus == 0
