@@ -1,6 +1,7 @@
 """The folder of a run: its files, the state of the run, and the seconds of each phase.
 
 config.yaml            the whole config as it was resolved
+config.given.yaml      the config.yaml that was there before the run began, for example one of yours with comments
 state.json             phase seconds, steps done, MLflow run id, whether it finished
 metrics.jsonl          one row of metrics per learner step; rows of steps that are made again: metrics.replaced.jsonl
 tensorboard/           event files, with tracking.writers tensorboard
@@ -47,7 +48,7 @@ Resume = Literal["never", "auto", "always"]
 
 QUESTIONS_FOLDER = "cloze"
 """Folder of the questions that a run creates from data.corpus."""
-_STATE, _CONFIG, _INPUTS = "state.json", "config.yaml", "inputs.json"
+_STATE, _CONFIG, _GIVEN, _INPUTS = "state.json", "config.yaml", "config.given.yaml", "inputs.json"
 _WORK = (
     "checkpoints",
     "kept_groups",
@@ -82,6 +83,8 @@ class Run:
             self._most_steps_unsaved = _most_steps_unsaved(config)
             self.state: dict[str, Any] = saved or {"seconds": {}, "finished": False}
             if self._is_new:  # that of an older start names what the run has made; `resolved` replaces it
+                if self._config_before is not None and self._config_before != _dumped(config):
+                    write_text(self.folder / _GIVEN, self._config_before)
                 self.resolved(config)
             self._save()
         except OSError as error:
@@ -89,7 +92,7 @@ class Run:
 
     def resolved(self, config: RunConfig) -> None:
         """Writes config.yaml again, with the paths of model, index and questions if the run has made them."""
-        write_text(self.folder / _CONFIG, yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False))
+        write_text(self.folder / _CONFIG, _dumped(config))
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -204,6 +207,7 @@ class Run:
             (self.folder / _CONFIG).unlink(missing_ok=True)
         else:
             write_text(self.folder / _CONFIG, self._config_before)
+            (self.folder / _GIVEN).unlink(missing_ok=True)
         (self.folder / LOCK_FILE).unlink(missing_ok=True)
         if self._made_folder:
             with suppress(OSError):  # somebody has put a file there
@@ -409,6 +413,10 @@ def _most_steps_unsaved(config: RunConfig) -> int:
     except (ConfigError, ValidationError):  # a new run
         before = 0
     return max(before, config.checkpoint.every_steps)
+
+
+def _dumped(config: RunConfig) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
 
 
 def _text(file: Path) -> str | None:

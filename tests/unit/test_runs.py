@@ -336,5 +336,17 @@ def test_the_model_of_another_run_stays_that_of_the_config(tmp_path):
     assert config(tmp_path, world={"num_layers": 2}, model={"path": model}).model.path == model
 
 
+def test_promise_11_a_config_in_the_folder_of_a_new_run_is_kept_with_its_comments(tmp_path):
+    file, given = tmp_path / "run" / "config.yaml", tmp_path / "run" / "config.given.yaml"
+    file.parent.mkdir()
+    file.write_text(f"# why this output\noutput: {tmp_path}\n")
+    with pytest.raises(ConfigError), Run(load_config(file)).preparation():
+        raise ConfigError("refused")
+    assert file.read_text().startswith("# why") and not given.exists()
+    Run(load_config(file))
+    assert given.read_text() == f"# why this output\noutput: {tmp_path}\n"
+    assert load_config(file).folder == file.parent
+
+
 def kept_files(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*.parquet")}
