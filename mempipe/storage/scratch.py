@@ -7,7 +7,6 @@ an engine have such a folder in shared memory.
 from __future__ import annotations
 
 import fcntl
-import getpass
 import os
 import shutil
 import tempfile
@@ -97,9 +96,9 @@ def _as_temporary_folder(folder: Path) -> Iterator[None]:
     shared, default, before = tempfile.gettempdir(), tempfile.tempdir, dict(os.environ)
     changes = {"TMPDIR": str(folder), SHARED_TEMP: before.get(SHARED_TEMP, shared)}
     if os.path.exists("/dev/nvidiactl"):  # kernels are compiled for minutes, and kept for the next run
-        changes["TORCHINDUCTOR_CACHE_DIR"] = before.get(
-            "TORCHINDUCTOR_CACHE_DIR", f"{shared}/torchinductor_{getpass.getuser()}"
-        )
+        # Named after the number of the user, who has no name in a container that runs under another number.
+        cache = f"{shared}/torchinductor_{os.getuid()}"
+        changes["TORCHINDUCTOR_CACHE_DIR"] = before.get("TORCHINDUCTOR_CACHE_DIR", cache)
     os.environ.update(changes)
     tempfile.tempdir = str(folder)
     try:

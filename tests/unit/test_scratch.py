@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -142,3 +143,19 @@ def test_for_debugging_the_folder_stays(shared, monkeypatch):
         pass
     scratch.remove_abandoned(shared)
     assert folder.exists()
+
+
+def test_a_user_without_a_name_has_a_folder_on_a_machine_with_gpus(shared, monkeypatch):
+    """As in a container that was started with `--user 54321`."""
+    exists = os.path.exists
+    monkeypatch.setattr(os.path, "exists", lambda path: path == "/dev/nvidiactl" or exists(path))
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(number: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with scratch_folder():
+        assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == f"{shared}/torchinductor_{os.getuid()}"
+    assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
