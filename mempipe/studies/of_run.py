@@ -109,13 +109,13 @@ def _agent(folder: str, overrides: dict[str, Any], study: type[Section]) -> tupl
 def _rows(folder: str, agent: dict[str, Any], config: RunConfig) -> list[dict[str, Any]]:
     """Returns the rows of the table that the run or model has files and settings for."""
     rows = [agent]
-    start = Path(folder) / "warm_start"
+    start, made = Path(folder) / "warm_start", Path(folder) / "model"
     if start.is_dir():
         rows.append({**agent, "name": "warm start", "checkpoint": str(start)})
     elif "config" in agent and (
         untrained := section_values(load_values(Path(folder) / "config.yaml"), "model").get("path")
-    ):
-        rows.append({**agent, "name": "untrained", "checkpoint": untrained})
+    ):  # the config names a model that the run made as it was when the run began: the run may have been moved since
+        rows.append({**agent, "name": "untrained", "checkpoint": str(made) if made.is_dir() else untrained})
     if isinstance(config.budget, MemoryBudget):
         rows.append({**agent, "name": "no memory", "control": "no_memory"})
     if config.agent_spec.searches:

@@ -64,6 +64,18 @@ def test_a_run_is_compared_with_its_start_and_without_memory_and_search(run):
     assert (suite.name, suite.sampling.temperature) == ("quick", 0)
 
 
+def test_a_run_that_was_moved_is_compared_with_the_model_that_it_made(tmp_path):
+    run = make_run(tmp_path / "runs" / "quick", "quickstart", "warm_start=null")
+    config = yaml.safe_load((run / "config.yaml").read_text())
+    config["model"]["path"] = str(run / "model")
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    (run / "warm_start").rmdir()
+    (run / "model").mkdir()
+    moved = run.rename(tmp_path / "moved")
+    untrained = evaluation_of(str(moved)).runs[1]
+    assert (untrained.name, untrained.checkpoint) == ("untrained", str(moved / "model"))
+
+
 def test_a_run_with_held_out_relations_is_measured_on_them_and_the_gap_is_from_the_world(run):
     write_questions(run / "world" / "unseen_hops.parquet", QUESTIONS[:4])
     write_questions(run / "world" / "unseen_relations.parquet", QUESTIONS[4:])
