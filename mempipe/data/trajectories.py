@@ -115,7 +115,10 @@ def read_trajectories(path: str | Path, *, tokens: bool = True) -> list[Group]:
                 groups[row["group_id"]].trajectories.append(from_row(Trajectory, row))
         return list(groups.values())
     except (KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{path} holds no trajectories ({type(error).__name__} {error}); {_ADVICE}") from error
+        raise ConfigError(
+            f"{path} holds no trajectories ({type(error).__name__} {error}); name a file that a run or an evaluation "
+            f"wrote, or, if this is one, {_ADVICE}"
+        ) from error
 
 
 def add_no_tokens(row: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from mempipe.data.qa import write_questions
 from mempipe.data.trajectories import (
     arrow_schema,
     group_to_table,
@@ -143,8 +144,14 @@ def test_a_file_of_an_older_version_has_the_defaults_of_what_it_lacks(tmp_path):
     pq.write_table(pq.read_table(path).drop_columns(newer), path)
     assert read_trajectories(path) == [dataclasses.replace(group, num_retries=0)]
     pq.write_table(pq.read_table(path).drop_columns(["question_text"]), path)
-    with pytest.raises(ConfigError, match=r"t.parquet holds no trajectories \(.*'text'\); delete it"):
+    with pytest.raises(ConfigError, match=r"t.parquet holds no trajectories \(.*'text'\); name a file .*, delete it"):
         read_trajectories(path)
+
+
+def test_a_file_of_questions_is_not_to_be_deleted(tmp_path):
+    write_questions(tmp_path / "q.parquet", [make_group().question])
+    with pytest.raises(ConfigError, match=r"\); name a file that a run or an evaluation wrote, or, if this is one, "):
+        read_trajectories(tmp_path / "q.parquet")
 
 
 def test_no_groups_give_an_empty_file(tmp_path):
