@@ -118,7 +118,7 @@ def model_shape(model: ModelConfig) -> ModelShape | None:
             hidden=values["hidden_size"],
             layers=values["num_hidden_layers"],
             heads=heads,
-            kv_heads=values.get("num_key_value_heads", heads),
+            kv_heads=values.get("num_key_value_heads") or heads,
             head_dim=values.get("head_dim") or values["hidden_size"] // heads,
             intermediate=values["intermediate_size"],
             vocab=values["vocab_size"],

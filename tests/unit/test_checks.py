@@ -415,6 +415,15 @@ def test_the_parameters_of_a_model_folder_are_counted(tiny, settings):
     assert shape.num_parameters == sum(p.numel() for p in model.parameters() if p.ndim == 2)
 
 
+@pytest.mark.parametrize("nothing", [{}, {"num_key_value_heads": None}], ids=str)
+def test_a_model_that_names_no_key_heads_has_one_for_each_query(tiny, tmp_path, nothing):
+    values = json.loads((tiny / "model" / "config.json").read_text())
+    values.pop("num_key_value_heads")
+    (tmp_path / "config.json").write_text(json.dumps(values | nothing))
+    shape = model_shape(parse_config({"model": {"path": str(tmp_path)}}).model)
+    assert shape is not None and shape.kv_heads == shape.heads == values["num_attention_heads"]
+
+
 @pytest.mark.parametrize(
     "targets",
     [["q_proj", "down_proj"], ["layers.1.self_attn.k_proj", "model.layers.0.mlp.up_proj"], ["self_attn.o_proj"]],
