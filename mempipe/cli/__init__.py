@@ -51,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt as interrupted:
-        flag = " with --resume" if hasattr(arguments, "resume") else ""
+        # Not --resume, which is refused where nothing was begun yet.
+        flag = " with --resume-if-exists" if hasattr(arguments, "resume") else ""
         hint = f"; the same command{flag} resumes where this one stopped" if arguments.continues else ""
         with unread_is_discarded():
             print(f"interrupted{hint}", file=sys.stderr)

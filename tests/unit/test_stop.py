@@ -110,7 +110,11 @@ def test_sigterm_ends_any_command_in_a_sentence(end, default_handler, monkeypatc
     for function, words, hint in (
         ("data._data_world", ["data", "world"], ""),
         ("index._index_build", ["index", "build", "texts"], "; the same command resumes where this one stopped"),
-        ("run.run_job", ["train", "run.yaml"], "; the same command with --resume resumes where this one stopped"),
+        (
+            "run.run_job",
+            ["train", "run.yaml"],
+            "; the same command with --resume-if-exists resumes where this one stopped",
+        ),
     ):
         monkeypatch.setattr(f"mempipe.cli.{function}", lambda _: end())
         assert main(words) == 143
@@ -154,7 +158,7 @@ def test_sighup_ends_the_block_and_any_command(monkeypatch, capsys):
         assert caught.value.exit_code == 129
         monkeypatch.setattr("mempipe.cli.run.run_job", lambda _: signal.raise_signal(signal.SIGHUP))
         assert main(["train", "run.yaml"]) == 129
-        said = "interrupted; the same command with --resume resumes where this one stopped\n"
+        said = "interrupted; the same command with --resume-if-exists resumes where this one stopped\n"
         assert capsys.readouterr().err == said
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
