@@ -16,6 +16,9 @@ from typing import Any
 from mempipe.faults import InfrastructureFault
 from mempipe.settings import ConfigError
 
+PASSED = "passed_to_"
+"""How the modules begin that hold what a notebook or a script passed to a run as Python objects
+(`mempipe.api.objects`). They are pickles, so a run's folder, which may come from others, is not searched for them."""
 _OURS = str(Path(__file__).parent)
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
 
@@ -37,6 +40,11 @@ def import_user_module(name: str, *, setting: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or ""
+        if name == missing and name.startswith(PASSED):
+            raise ConfigError(
+                f"{setting} is in {name!r}, which a notebook or script passed to a run; it is in `python` in the "
+                "run's folder: set PYTHONPATH to that folder to have it imported"
+            ) from error
         if name == missing or name.startswith(f"{missing}."):
             raise ConfigError(
                 f"{setting} is {name!r}, which cannot be imported; is it installed, or in the folder that you "

@@ -23,6 +23,7 @@ from typing import Any
 from mempipe.agents.registry import AgentSpec
 from mempipe.settings import ConfigError
 from mempipe.storage.files import whole_file, write_text
+from mempipe.user_code import PASSED
 
 _MODULE = '''\
 """Made by mempipe.train: what a notebook or a script passed as Python objects. Delete it with the run."""
@@ -35,7 +36,6 @@ globals().update(cloudpickle.loads(Path(__file__).with_suffix(".pickle").read_by
 '''
 """The text never changes: Python takes compiled code for that of a newer text of the same size and second, so the
 objects are in a separate file."""
-_PREFIX = "passed_to_"
 _loads = itertools.count(1)
 
 
@@ -87,7 +87,7 @@ class Passed:
 
     def __init__(self, folder: Path | None) -> None:
         self._folder = folder
-        self._module = _module_in(folder) if folder is not None else f"{_PREFIX}load_{next(_loads)}"
+        self._module = _module_in(folder) if folder is not None else f"{PASSED}load_{next(_loads)}"
         self._objects: dict[str, Any] = {}
 
     def names(self, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -161,10 +161,10 @@ def _module_in(folder: Path) -> str:
     A run that has a module keeps its name, also when its folder was moved: a resumed run has the settings that it was
     started with.
     """
-    for module in sorted((folder / "python").glob(f"{_PREFIX}*.py")):
+    for module in sorted((folder / "python").glob(f"{PASSED}*.py")):
         return module.stem
     place = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:8]
-    return _PREFIX + re.sub(r"\W", "_", folder.name) + f"_{place}"
+    return PASSED + re.sub(r"\W", "_", folder.name) + f"_{place}"
 
 
 def _importable(folder: Path) -> None:

@@ -216,6 +216,17 @@ def test_a_reward_of_this_process_trains(job, monkeypatch):
     assert mempipe.train(job.settings(), reward=brief, resume=True).config.reward == run.config.reward
 
 
+def test_another_process_is_told_where_the_objects_of_a_run_are(tmp_path):
+    name = "passed_to_elsewhere_0:brief"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"reward": {"function": name}}))
+    with pytest.raises(mempipe.ConfigError) as error:
+        load_config(tmp_path / "config.yaml")
+    assert str(error.value) == (
+        "reward.function is in 'passed_to_elsewhere_0', which a notebook or script passed to a run; it is in "
+        "`python` in the run's folder: set PYTHONPATH to that folder to have it imported"
+    )
+
+
 def test_a_refused_training_leaves_the_objects_of_the_run_in_its_folder(job, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     rewards = [lambda trajectory, question, value=value: value for value in (0.25, -5.0)]
