@@ -219,6 +219,8 @@ class Agent:
     async def _ask(self, question: str, options: AskOptions) -> Reply:
         wanted: dict[str, Any] = {**options, "question": question}
         on_turn, memory = wanted.pop("on_turn", None), wanted.pop("memory", None)
+        if memory is not None and not isinstance(memory, str):
+            raise ConfigError(f"memory is {memory!r}; it is a text, for example `memory` of an earlier reply")
 
         def emit(event: str, data: dict[str, Any]) -> None:
             if event == "turn" and data["sample"] == 0:

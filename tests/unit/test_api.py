@@ -142,6 +142,7 @@ async def test_a_notebook_may_ask_and_measure_although_an_event_loop_runs_in_it(
 REFUSED = {
     "question is ''": {"question": ""},
     "question is 3": {"question": 3},
+    "memory is 3; it is a text": {"question": "x", "memory": 3},
     "partition 'nowhere' is none of the index's": {"question": "What is Ada's hometown?", "partition": "nowhere"},
     "num_samples is 2 at temperature 0": {"question": "x", "num_samples": 2},
     "budget.colour is not a field": {"question": "x", "budget": {"colour": 1}},
