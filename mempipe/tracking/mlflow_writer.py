@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from mempipe.types import Group
 
 _PARAMS_PER_CALL = 100
 _MAX_PARAM_CHARS = 500
+_MAX_NAME_CHARS = 250
 _RUN_ID_FILE = "mlflow_run_id"
 _TRAINED_AGAIN = "mempipe.trained_again"
 
@@ -210,6 +212,12 @@ def tracking_uri(config: TrackingConfig, folder: str | Path) -> str:
     return config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _local_uri(folder)
 
 
+def mlflow_name(name: str) -> str:
+    """Returns the name of a metric or a parameter as MLflow takes it. One that it refuses is never written, and a
+    parameter is written before everything else."""
+    return re.sub(r"[^\w\-. :/]", "_", name)[:_MAX_NAME_CHARS]
+
+
 def without_credentials(value: Any) -> Any:
     """Returns nested plain values without the user and password of any URI."""
     if isinstance(value, Mapping):
@@ -248,6 +256,6 @@ def _flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):
             flat |= _flatten(value, f"{key}.")
-        elif len(text := str(value)) < _MAX_PARAM_CHARS and len(key) <= 250:
-            flat[key] = text
+        elif len(text := str(value)) < _MAX_PARAM_CHARS and len(key) <= _MAX_NAME_CHARS:
+            flat[mlflow_name(key)] = text
     return flat

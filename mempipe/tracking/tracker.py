@@ -10,7 +10,6 @@ run's folder. One tracker per run; its methods may be called from several thread
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from mempipe.tracking.mlflow_writer import (
     MetricEntry,
     MlflowRun,
     last_run_id,
+    mlflow_name,
     tracking_uri,
     without_credentials,
 )
@@ -114,7 +114,7 @@ class Tracker:
         self._file.append(values, step=step, time_s=now_ms / 1000)
         self._tell_of_file()
         if self._writer:
-            self._writer.add_metrics([(_metric_key(name), value, now_ms, step) for name, value in values.items()])
+            self._writer.add_metrics([(mlflow_name(name), value, now_ms, step) for name, value in values.items()])
         for writer in self._further:
             writer.add_metrics([MetricsRow(values=values, step=step, time_s=now_ms / 1000)])
 
@@ -230,7 +230,7 @@ class Tracker:
 
     def _history(self) -> list[MetricEntry]:
         return [
-            (_metric_key(name), value, round(1000 * row.time_s), row.step)
+            (mlflow_name(name), value, round(1000 * row.time_s), row.step)
             for row in self._earlier_rows()
             for name, value in row.values.items()
         ]
@@ -252,10 +252,6 @@ class Tracker:
 
 def _reason(error: OSError) -> str:
     return error.strerror or str(error)
-
-
-def _metric_key(name: str) -> str:
-    return re.sub(r"[^\w\-. :/]", "_", name)[:250]
 
 
 def _as_float(name: str, value: SupportsFloat) -> float:

@@ -229,10 +229,12 @@ def test_more_metrics_than_one_call_holds(tmp_path):
 
 
 def test_names_that_mlflow_does_not_know_are_rewritten(tmp_path):
-    tracker = make_tracker(tmp_path / "a")
+    stages = {"stages": {"memory + search": {"config": "memory.yaml"}}}  # of a chain, whose names are the user's
+    tracker = make_tracker(tmp_path / "a", run_config=stages)
     tracker.log_metrics({"em@2 hops": 1.0}, step=0)
     summary = tracker.finish()
-    assert client_of(tmp_path / "a").get_run(summary.run_id).data.metrics == {"em_2 hops": 1.0}
+    data = client_of(tmp_path / "a").get_run(summary.run_id).data
+    assert data.metrics == {"em_2 hops": 1.0} and data.params == {"stages.memory _ search.config": "memory.yaml"}
     assert read_metrics(tmp_path / "a" / "metrics.jsonl")[0]["em@2 hops"] == 1.0
 
 
