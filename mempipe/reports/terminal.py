@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Collection
 
-from rich.console import Console
 from rich.table import Column, Table
+
+from mempipe.progress import Console
 
 WIDTH = 160
 """Characters of a line where no terminal has a width."""
