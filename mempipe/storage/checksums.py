@@ -157,9 +157,12 @@ def _stamp(folder: Path, files: Mapping[str, FileRecord]) -> dict:
 
 def _stamp_files(folder: Path) -> list[Path]:
     """Returns where the stamp may lie: in the folder or, where that cannot be written, in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     name = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()
-    return [folder / STAMP, cache / "mempipe" / "verified" / f"{name}.json"]
+    places = [folder / STAMP]
+    with suppress(RuntimeError):  # a user without a name and without HOME, as in some containers, has no cache
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        places.append(cache / "mempipe" / "verified" / f"{name}.json")
+    return places
 
 
 def _write(folder: Path, stamp: dict) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import shutil
 from pathlib import Path
 
@@ -104,6 +105,15 @@ def test_an_index_that_cannot_be_written_is_stamped_in_the_users_cache(index, co
     open_manifest(index)
     open_manifest(index)
     assert len(compared) == 1 and not (index / STAMP).exists()
+
+
+def test_a_user_without_a_name_and_a_home_has_no_cache(index, compared, monkeypatch):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", lambda uid: {}[uid])
+    open_manifest(index)
+    open_manifest(index)
+    assert len(compared) == 1
 
 
 def test_no_digit_of_the_manifest_can_change(index):
