@@ -119,4 +119,10 @@ def _gpu_gib() -> list[float]:
         ) from error
     except OSError:
         return []
-    return [float(line) / 1024 for line in listed.stdout.split("\n") if line.strip().isdigit()]
+    lines = [line.strip() for line in listed.stdout.split("\n")]
+    # "[N/A]" is said of a GPU that shares the memory of its machine.
+    return [
+        float(line) / 1024 if line.isdigit() else usable_memory() / GIB
+        for line in lines
+        if line.isdigit() or line.startswith("[")
+    ]

@@ -111,9 +111,9 @@ def test_a_system_without_control_groups_has_the_memory_of_its_machine(tmp_path)
 def nvidia_smi(tmp_path, monkeypatch):
     """Makes an nvidia-smi that shows two GPUs after some seconds."""
 
-    def make(seconds: float) -> None:
+    def make(seconds: float, *, memory: str = "81559") -> None:
         file = tmp_path / "nvidia-smi"
-        file.write_text(f"#!/bin/sh\nsleep {seconds}\necho 81559\necho 81559\n")
+        file.write_text(f"#!/bin/sh\nsleep {seconds}\necho '{memory}'\necho '{memory}'\n")
         file.chmod(0o755)
 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
@@ -127,6 +127,14 @@ def test_the_gpus_of_a_slow_driver_are_found(nvidia_smi, monkeypatch):
     assert machine.devices_here().num_gpus == 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     assert machine.devices_here().num_gpus == 1
+
+
+def test_a_gpu_that_shares_the_memory_of_its_machine_is_a_gpu(nvidia_smi):
+    nvidia_smi(0, memory="[N/A]")
+    found = machine.devices_here()
+    assert found.num_gpus == 2 and found.gpu_gib == found.host_gib
+    nvidia_smi(0, memory="No devices were found")
+    assert machine.devices_here().num_gpus == 0
 
 
 def test_a_driver_that_gives_no_answer_is_no_machine_without_gpus(nvidia_smi, monkeypatch):
