@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import locale
 import os
+import shlex
 import sys
+from collections.abc import Mapping
+from typing import Any
 
 SLEEPING_THREADS = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "0"}
 """Several processes share the cores: an OpenMP thread without work must sleep. One that spins takes the core from a
@@ -89,6 +92,16 @@ def prepare_process() -> None:
         hosts = [host.strip() for host in given.split(",") if host.strip()]
         if hosts != ["*"]:  # none for any host; clients read it as that only without other names
             os.environ.update(dict.fromkeys(names, ",".join(dict.fromkeys([*hosts, *LOOPBACK]))))
+
+
+def worker_environment(variables: Mapping[str, str]) -> dict[str, Any]:
+    """Returns the runtime environment of Ray workers that get variables.
+
+    Ray starts such a worker by a line of a shell in which the path of Python is not quoted. A path that a shell would
+    split is therefore passed on in quotes: without them no worker starts, and Ray tries it again for ever.
+    """
+    python = shlex.quote(sys.executable)
+    return {"env_vars": dict(variables)} | ({} if python == sys.executable else {"py_executable": python})
 
 
 GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}

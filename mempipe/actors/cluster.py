@@ -30,7 +30,7 @@ from ray.exceptions import RayActorError, RayError
 from mempipe.actors.lost import ClusterLost, LaunchError, one_line
 from mempipe.actors.quiet import quiet_loggers, quiet_retries, take_note_of_pool_arguments
 from mempipe.engines.config import ModelConfig
-from mempipe.environment import EVERY_PROCESS, prepare_process
+from mempipe.environment import EVERY_PROCESS, prepare_process, worker_environment
 from mempipe.planning.capacity import object_store_bytes
 from mempipe.planning.hosts import usable_memory
 from mempipe.progress import say
@@ -98,7 +98,7 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
     prepare_process()
     options: dict[str, Any] = {"namespace": namespace, "logging_level": logging.WARNING, "log_to_driver": False}
     if address:
-        options |= {"address": address, "runtime_env": {"env_vars": EVERY_PROCESS}}
+        options |= {"address": address, "runtime_env": worker_environment(EVERY_PROCESS)}
     else:
         options |= {
             "include_dashboard": False,

@@ -10,7 +10,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mempipe.engines.devices import gpu_bytes
-from mempipe.environment import GROWING_SEGMENTS
+from mempipe.environment import GROWING_SEGMENTS, worker_environment
 from mempipe.planning.placement import Placement, Role, bundle_gpus
 from mempipe.settings import ConfigError
 
@@ -81,7 +81,7 @@ class Reservation:
             ),
         }
         if role == "learner" and self.plan.transfer != "ipc":
-            options["runtime_env"] = {"env_vars": GROWING_SEGMENTS}
+            options["runtime_env"] = worker_environment(GROWING_SEGMENTS)
         return options
 
     def free(self, role: Role) -> None:

@@ -25,7 +25,7 @@ from ray.serve.schema import LoggingConfig
 
 from mempipe.checks.findings import refuse
 from mempipe.checks.service import check_address
-from mempipe.environment import EVERY_PROCESS
+from mempipe.environment import EVERY_PROCESS, worker_environment
 from mempipe.loader import parse_section
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.serve.agent_app import SLACK_S
@@ -127,7 +127,7 @@ def _deployment(replica: Any, name: str, replicas: Replicas) -> Any:
 
 
 def _resources(num_gpus: int) -> dict[str, Any]:
-    return {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": {"env_vars": EVERY_PROCESS}}
+    return {"num_cpus": 0, "num_gpus": num_gpus, "runtime_env": worker_environment(EVERY_PROCESS)}
 
 
 class LocalService:

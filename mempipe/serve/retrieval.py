@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from mempipe.checks.findings import refuse
 from mempipe.checks.retrieval import check_service
-from mempipe.environment import EVERY_PROCESS
+from mempipe.environment import EVERY_PROCESS, worker_environment
 from mempipe.loader import parse_section
 from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.manifest import check_index
@@ -64,7 +64,11 @@ def app(args: dict[str, Any]) -> Application:
         request_router_config=ROUTER,
         health_check_period_s=HEALTH_CHECK_PERIOD_S,
         logging_config=NO_ACCESS_LOG,
-        ray_actor_options={"num_cpus": 0, "num_gpus": config.num_gpus, "runtime_env": {"env_vars": EVERY_PROCESS}},
+        ray_actor_options={
+            "num_cpus": 0,
+            "num_gpus": config.num_gpus,
+            "runtime_env": worker_environment(EVERY_PROCESS),
+        },
     ).bind(config)
 
 

@@ -12,11 +12,13 @@ import pytest
 import requests
 import torch
 from latin1 import latin1_variables
+from ray._private.runtime_env.context import RuntimeEnvContext
+from ray.runtime_env import RuntimeEnv
 from served_replies import served
 
 from mempipe.engines.config import GenerationConfig
 from mempipe.engines.vllm_settings import engine_variables
-from mempipe.environment import EVERY_PROCESS, prepare_process
+from mempipe.environment import EVERY_PROCESS, prepare_process, worker_environment
 
 ROWS_OF_MANY_LENGTHS = """
 import psutil, torch
@@ -135,3 +137,25 @@ def test_a_locale_of_another_encoding_changes_neither_arguments_nor_files_nor_me
     done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
     assert "周树人" in done.stdout.decode()
+
+
+STARTED_BY_RAY = """
+import sys
+from ray._private.runtime_env.context import Language, RuntimeEnvContext
+RuntimeEnvContext.deserialize(sys.argv[1]).exec_worker(sys.argv[2:], Language.PYTHON)
+"""
+
+
+def test_ray_workers_with_variables_start_where_the_path_of_python_holds_a_blank(tmp_path, monkeypatch):
+    """Ray starts such a worker by a shell, which takes the first word of the path for a command."""
+    plain = sys.executable
+    assert worker_environment({"WORD": "here"}) == {"env_vars": {"WORD": "here"}}
+    python = tmp_path / "a b" / "python"
+    python.parent.mkdir()
+    python.symlink_to(plain)
+    monkeypatch.setattr(sys, "executable", str(python))
+    worker = RuntimeEnv(**worker_environment({"WORD": "here"}))
+    context = RuntimeEnvContext(env_vars=worker.env_vars(), py_executable=worker.py_executable())
+    command = [plain, "-c", STARTED_BY_RAY, context.serialize(), "-c", "import os; print(os.environ['WORD'])"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (ended.stdout, ended.stderr) == ("here\n", "")
