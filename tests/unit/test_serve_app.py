@@ -246,6 +246,19 @@ def test_a_smaller_budget_holds_for_its_request_only(service):
     assert ask(service)["answer"].strip() == GOLD
 
 
+@pytest.mark.parametrize(("path", "instead"), [("documents", "/v1/documents/ID/pieces"), ("sessions", "empty memory")])
+def test_what_begins_empty_refuses_a_body(service, path, instead):
+    """A text that is sent with it would be lost."""
+    url = f"{service.url}/v1/{path}"
+    for sent in ({"json": {"text": "Ann", "memory": "Ann"}}, {"files": {"file": b"Ann"}}, {"content": b"Ann"}):
+        answer = httpx.post(url, **sent)
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["message"].startswith(f"POST /v1/{path} takes no body; ")
+        assert instead in answer.json()["error"]["message"]
+    for sent in ({}, {"json": {}}, {"json": None}, {"content": b"null"}):
+        assert httpx.post(url, **sent).status_code == 200
+
+
 def test_a_session_carries_what_was_found_and_asked_to_its_next_question(service):
     session = post(service, "/v1/sessions").json()
     assert (session["memory"], session["num_questions"]) == ("", 0)

@@ -5,18 +5,19 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Depends, Query, Request
 
 from mempipe.answers.api import DeletedReply, DocumentReply
 from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
-from mempipe.serve.routes.parts import Owner, PartsOfApp
+from mempipe.serve.routes.parts import Owner, PartsOfApp, no_body
 
 router = APIRouter(prefix="/v1/documents", tags=["documents"], dependencies=BEARER, responses=ALWAYS)
 Start = Annotated[int | None, Query(ge=0, le=2**40, description="The byte that the piece begins at.")]
 _BYTES: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/octet-stream": {"schema": {}}}}}
+_SEND_PIECES = "a document is empty at first; send its text to /v1/documents/ID/pieces"
 
 
-@router.post("", responses=OF_A_BODY)
+@router.post("", responses=OF_A_BODY, dependencies=[Depends(no_body(_SEND_PIECES))])
 async def create_document(parts: PartsOfApp, owner: Owner) -> DocumentReply:
     """Begins a document, empty at first."""
     return DocumentReply(**asdict(await parts.store.documents.create(owner)))

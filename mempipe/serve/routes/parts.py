@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Annotated, Any, Protocol
 
@@ -9,6 +10,7 @@ from fastapi import Depends, Request
 
 from mempipe.answers.answering import Answering
 from mempipe.answers.api import CorpusReply
+from mempipe.answers.errors import ApiError
 from mempipe.serve.requests.answer_jobs import AnswerJobs
 from mempipe.serve.state.store import Store
 
@@ -50,3 +52,13 @@ Owner = Annotated[str, Depends(_owner)]
 """The name of the caller's key (`mempipe.serve.http.keys.Access`)."""
 RequestId = Annotated[str, Depends(_request_id)]
 """The id of the request (`mempipe.serve.requests.journal.Journal`)."""
+
+
+def no_body(instead: str) -> Callable[[Request], Awaitable[None]]:
+    """Returns a dependency that refuses a body, which the route would not read; `instead` says what to do."""
+
+    async def refuse(request: Request) -> None:
+        if (await request.body()).strip() not in (b"", b"{}", b"null"):
+            raise ApiError(400, f"POST {request.url.path} takes no body; {instead}")
+
+    return refuse

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Annotated
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 
 from mempipe.answers.api import DeletedReply, SessionReply
 from mempipe.openai_api.listing import MAX_LISTED, Limit, Order, Page, PageRequest, page_of
 from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
-from mempipe.serve.routes.parts import Owner, PartsOfApp
+from mempipe.serve.routes.parts import Owner, PartsOfApp, no_body
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], dependencies=BEARER, responses=ALWAYS)
 
@@ -21,7 +21,7 @@ class SessionsRequest(PageRequest):
     """`asc`: the oldest session is first."""
 
 
-@router.post("", responses=OF_A_BODY)
+@router.post("", responses=OF_A_BODY, dependencies=[Depends(no_body("a session begins with an empty memory"))])
 async def create_session(parts: PartsOfApp, owner: Owner) -> SessionReply:
     """Begins a conversation: a memory that questions with this `session` start from and leave behind."""
     return SessionReply(**asdict(await parts.store.sessions.create(owner)))
