@@ -132,7 +132,9 @@ def _read(path: Path) -> dict[tuple[str, int], tuple[str, Mapping[str, bool]]]:
     """Returns the question and the ratings of each row of a sheet by KEY."""
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            rows = list(csv.DictReader(file))
+            separator = max(",;\t", key=file.readline().count)  # a spreadsheet saves the one of its language
+            file.seek(0)
+            rows = list(csv.DictReader(file, delimiter=separator))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read as a sheet: {error}") from error
     needed = [*KEY, "question", *RATINGS]

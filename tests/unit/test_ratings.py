@@ -278,6 +278,20 @@ def test_two_people_are_compared_turn_by_turn(run, tmp_path, capsys):
     assert out.rstrip().endswith(f"noise_filtered: {RATINGS['noise_filtered']}\n  not rated")
 
 
+@pytest.mark.parametrize("separator", [";", "\t"])
+def test_a_sheet_may_have_the_separator_of_a_spreadsheets_language(run, tmp_path, capsys, separator):
+    printed(capsys, run, "--sheet", 2, tmp_path / "s.csv")
+    rows = rows_of(tmp_path / "s.csv")
+    ann = filled(tmp_path / "s.csv", tmp_path / "ann.csv", ["yes"] * len(rows))
+    rows = rows_of(ann)
+    (tmp_path / "saved").mkdir()
+    with (tmp_path / "saved" / "ann.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, rows[0], delimiter=separator)
+        writer.writeheader()
+        writer.writerows(rows)
+    assert read_ratings([tmp_path / "saved" / "ann.csv"]) == read_ratings([ann]) != []
+
+
 def test_one_person_has_shares_and_no_agreement(run, tmp_path, capsys):
     sheet = tmp_path / "s.csv"
     printed(capsys, run, "--sheet", 4, sheet)
