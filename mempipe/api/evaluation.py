@@ -279,10 +279,12 @@ def questions_of(
     return read[: num_questions or None]
 
 
-def _listed(questions: object) -> list[Any]:
+def _listed(questions: Any) -> list[Any]:
     """Returns the rows that were given. Raises ConfigError for what holds none."""
     if isinstance(questions, pl.DataFrame):
         return questions.to_dicts()
+    if type(questions).__module__.split(".")[0] == "pandas":  # the rows of its frame would be the names of its columns
+        return questions.astype(object).where(questions.notna(), None).to_dict("records")
     if isinstance(questions, Mapping):
         return [questions]
     if not isinstance(questions, Iterable):

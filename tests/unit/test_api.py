@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import polars as pl
 import pytest
 import yaml
@@ -364,6 +365,15 @@ def test_a_frame_and_a_single_mapping_are_rows():
     for given in (pl.DataFrame([row]), row):
         (question,) = questions_of(given, num_questions=0)
         assert (question.text, question.golden_answers) == ("Who?", ["Ann"])
+
+
+def test_a_frame_of_pandas_holds_rows_and_empty_cells():
+    frame = pd.DataFrame({"question": ["Who?", "When?"], "answer": ["Ann", 3], "aliases": [["Anne", "Anna"], None]})
+    who, when = questions_of(frame, num_questions=0)
+    assert (who.text, who.golden_answers) == ("Who?", ["Ann", "Anne", "Anna"])
+    assert (when.text, when.golden_answers) == ("When?", ["3"])
+    missing = pd.DataFrame({"question": ["Who?", "When?"], "answer": ["Ann", "now"], "context": ["Ann", float("nan")]})
+    assert [each.context for each in questions_of(missing, num_questions=0)] == ["Ann", ""]
 
 
 BAD_QUESTIONS = {
