@@ -12,7 +12,8 @@ from pathlib import Path
 
 from mempipe.actors.cluster import connected
 from mempipe.data.corpus import CorpusFile, corpus_files, read_segments
-from mempipe.data.plain_text import describe_source, is_plain_text, write_corpus
+from mempipe.data.plain_text import describe_source, is_plain_text, skipped_files, write_corpus
+from mempipe.data.text_files import SUFFIXES
 from mempipe.progress import Progress, say
 from mempipe.retrieval.build import IndexBuild, lock_output
 from mempipe.retrieval.config import IndexConfig
@@ -92,6 +93,9 @@ def _files(config: IndexConfig, made: Path) -> list[CorpusFile]:
     for number, source in enumerate(config.corpus):
         if is_plain_text(source):
             say(f"making passages of at most {config.passage_words} words: {describe_source(source)}")
+            if skipped := skipped_files(source):
+                ends = ", ".join(f"{number} {end}" for end, number in skipped.items())
+                say(f"skipped files, since texts end in {', '.join(SUFFIXES)}: {ends}")
             source = write_corpus(source, made / _file_name(number), words=config.passage_words)
         files += corpus_files(source)
     limits = {"max_bad_rows": config.max_bad_rows, "max_line_bytes": config.max_line_bytes}

@@ -82,6 +82,16 @@ def describe_source(source: str | Path) -> str:
     return Path(source).name
 
 
+def skipped_files(source: str | Path) -> dict[str, int]:
+    """Returns how many files of a folder of texts are of no kind that is read, by the ends of their names."""
+    path = Path(source)
+    if _is_name(source) or not path.is_dir():
+        return {}
+    read = {file.suffix.lower() for file in _files_of(path, SUFFIXES)}
+    ends = Counter(file.suffix.lower() or file.name for file in _files_of(path, ("",)))
+    return {end: number for end, number in ends.most_common() if end not in read}
+
+
 def _is_name(source: str | Path) -> bool:
     return str(source) == PYTHON_REFERENCE or str(source) in PACKAGED
 

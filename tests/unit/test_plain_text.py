@@ -16,6 +16,7 @@ from mempipe.data.plain_text import (
     check_source,
     is_plain_text,
     read_plain_text,
+    skipped_files,
     write_corpus,
 )
 from mempipe.masking.cloze import choose_questions, find_candidates
@@ -186,6 +187,14 @@ def test_hidden_files_and_folders_are_passed_over(tmp_path):
         (tmp_path / name).write_bytes(b"\0\5\x16\7")
     (tmp_path / "a.txt").write_text("The river Elbe flows into the sea.")
     assert [passage.id for passage in read_plain_text(tmp_path)] == ["a-0"]
+
+
+def test_files_of_a_kind_that_is_not_read_are_counted(tmp_path):
+    for name in ("a.txt", "b.docx", "in/c.DOCX", "in/d.epub", "in/LICENSE", ".h.doc"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("The river Elbe flows into the sea.")
+    assert skipped_files(tmp_path) == {".docx": 2, ".epub": 1, "LICENSE": 1}
+    assert skipped_files(tmp_path / "a.txt") == skipped_files(PYTHON_REFERENCE) == {}
 
 
 def test_python_carries_its_reference_everywhere():
