@@ -93,12 +93,12 @@ class InputItem(BaseModel):
     @classmethod
     def _can_be_written_again(cls, fields: Any) -> Any:
         """Refuses what could not be stored with its response. Raises ValueError."""
-        level = [fields]
-        for _ in range(MAX_DEPTH):
-            lists = [value.values() if isinstance(value, dict) else value for value in level]
-            level = [value for values in lists for value in values if isinstance(value, (dict, list))]
-        if level:
-            raise ValueError(f"the item is nested too deep; expected at most {MAX_DEPTH} levels")
+        level, depth = [fields], 0
+        while nested := [value for value in level if isinstance(value, dict | list)]:
+            depth += 1
+            if depth > MAX_DEPTH:
+                raise ValueError(f"the item is nested too deep; expected at most {MAX_DEPTH} levels")
+            level = [each for value in nested for each in (value.values() if isinstance(value, dict) else value)]
         return fields
 
 

@@ -106,6 +106,7 @@ REFUSED: dict[str, Any] = {
     "input.0.role": {"input": [{"type": "message", "content": "x"}]},
     "input.1": {"input": [{"role": "user", "content": "x"}, {"type": "item_reference", "id": "a"}]},
     "input.2": {"input": [*[{"role": "user", "content": "x"}] * 2, {"role": "user", "content": "x", "of": DEEP}]},
+    "input.0": {"input": [3]},
     "input": {"input": [{"role": "system", "content": "x"}]},
     "model": "other",
     "mempipe.budget.max_turns": {"mempipe": {"budget": {"max_turns": 65}}},
