@@ -117,8 +117,9 @@ def _data_qa(arguments: argparse.Namespace) -> None:
 def _data_objectives(arguments: argparse.Namespace) -> None:
     from mempipe.data.qa import write_joined
 
-    number = write_joined(arguments.file, arguments.output, objectives=arguments.n, seed=arguments.seed)
-    print(f"{number:,} questions of {arguments.n} objectives: {arguments.output}")
+    number, left = write_joined(arguments.file, arguments.output, objectives=arguments.n, seed=arguments.seed)
+    left_out = f"; skipped, too few for one more: {left}" * bool(left)
+    print(f"{number:,} questions of {arguments.n} objectives: {arguments.output}{left_out}")
 
 
 def _data_evidence(arguments: argparse.Namespace) -> None:

@@ -264,8 +264,9 @@ def _counts(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
 
 
-def write_joined(source: str, output: str, *, objectives: int, seed: int | None = None) -> int:
-    """Writes the questions of a file, joined by `join_objectives`, and returns how many there are.
+def write_joined(source: str, output: str, *, objectives: int, seed: int | None = None) -> tuple[int, int]:
+    """Writes the questions of a file, joined by `join_objectives`, and returns how many there are, and how many of the
+    file's questions were too few for one more.
 
     Raises ConfigError, before anything is written, for fewer than two objectives, for an output that is not a new
     .parquet file, for questions that have several objectives already, and for too few questions.
@@ -282,4 +283,4 @@ def write_joined(source: str, output: str, *, objectives: int, seed: int | None 
         raise ConfigError(f"{source} has {len(questions)} questions; {objectives} are needed to join them into one")
     together = list(join_objectives(questions, objectives=objectives, seed=seed, file=source))
     write_questions(output, together)
-    return len(together)
+    return len(together), len(questions) - objectives * len(together)

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from mempipe.api.results import causes_text
+from mempipe.cli import main
 from mempipe.data.objectives import join_objectives
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.data.trajectories import read_trajectories, write_trajectories
@@ -216,3 +217,11 @@ def test_the_script_for_one_gap_does_not_play_two():
     gaps = [replace(BORN, text=f"{GAP} directs Film"), replace(CAPITAL, text=f"{GAP} is a city")]
     assert all(map(ClozeDemonstration.can_play, gaps))
     assert not ClozeDemonstration.can_play(next(join_objectives(gaps, objectives=2)))
+
+
+def test_the_command_says_how_many_questions_were_too_few_for_one_more(tmp_path, capsys):
+    rows = [{"question": f"question {number}?", "answer": str(number)} for number in range(3)]
+    (tmp_path / "three.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["data", "objectives", str(tmp_path / "three.jsonl"), str(tmp_path / "pairs.parquet")]) == 0
+    assert "1 questions of 2 objectives" in (out := capsys.readouterr().out) and "too few for one more: 1" in out
+    assert len(read_questions(tmp_path / "pairs.parquet")) == 1
