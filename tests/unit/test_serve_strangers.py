@@ -156,6 +156,41 @@ def test_a_request_that_asks_for_http_2_keeps_its_body(address, name, cut):
     assert reply.startswith(b"HTTP/1.1 200 ")
 
 
+def test_lines_that_end_without_a_carriage_return_are_refused_at_once(address):
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(b"GET /v1/models HTTP/1.1\nHost: x\n\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_second_request_whose_header_comes_byte_by_byte_is_answered(address):
+    head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: {BEARER['authorization']}\r\n\r\n".encode()
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for request in ([head], [head[i : i + 1] for i in range(len(head))], [head[:20], head[20:] + head]):
+            for part in request:
+                connection.sendall(part)
+                time.sleep(0.001)
+        reply = b""
+        while reply.count(b"HTTP/1.1 200 ") < 4:
+            received = connection.recv(65536)
+            assert received, reply
+            reply += received
+
+
+def test_a_client_that_asks_before_it_sends_its_body_gets_an_answer(address):
+    """As curl does with a body of more than a mebibyte."""
+    body = b'{"question": "a"}'
+    fields = f"Host: x\r\nAuthorization: {BEARER['authorization']}\r\nContent-Length: {len(body)}\r\n"
+    head = f"POST /v1/answer HTTP/1.1\r\n{fields}Expect: 100-continue\r\n\r\n".encode()
+    with socket.create_connection(address, timeout=5) as connection:
+        connection.sendall(head[:40])
+        time.sleep(0.05)
+        connection.sendall(head[40:])
+        assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(body)
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+
+
 def test_connections_that_wait_keep_nobody_out(address, monkeypatch):
     """From many addresses, more than there may be connections."""
     monkeypatch.setattr(connections, "MAX_CONNECTIONS", 20)

@@ -33,6 +33,8 @@ MAX_PIPELINED = 16
 NAME = "mempipe.serve.http.connections:GuardedProtocol"
 _BEGINNING = re.compile(rb"[A-Z]{1,32}(?: |$)")
 """The method of a request."""
+_END = re.compile(rb"\n\r?\n")
+"""The end of a header, also of one whose lines end as the parser refuses."""
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _Protocol: Any = HttpToolsProtocol
 
@@ -143,7 +145,7 @@ class GuardedProtocol(_Protocol):
         once what begins like no request.
         """
         data, self._head = self._head + data, b""
-        if b"\r\n\r\n" in data or not _BEGINNING.match(data):
+        if _END.search(data) or not _BEGINNING.match(data):
             return _without_upgrade(data)
         self._head = data
         return b""
