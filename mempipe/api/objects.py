@@ -48,13 +48,13 @@ def with_names(settings: Mapping[str, Any], *, folder: Path | None = None) -> di
     ConfigError for an object that has no place there.
     """
     passed = Passed(folder)
-    result = passed.names(settings)
+    result = named(settings, passed)
     passed.write()
     return result
 
 
-def _named(settings: Mapping[str, Any], passed: Passed) -> dict[str, Any]:
-    """Returns the settings with the names that `passed` gives to their objects."""
+def named(settings: Mapping[str, Any], passed: Passed) -> dict[str, Any]:
+    """Returns what `with_names` returns, before `passed` has written the module of the objects."""
     result = dict(settings)
     given, reward, tracking = result.get("agent"), result.get("reward"), result.get("tracking")
     if isinstance(given, Mapping | ModuleType | AgentSpec):
@@ -89,10 +89,6 @@ class Passed:
         self._folder = folder
         self._module = _module_in(folder) if folder is not None else f"{PASSED}load_{next(_loads)}"
         self._objects: dict[str, Any] = {}
-
-    def names(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns what `with_names` returns; `write` then makes the module."""
-        return _named(settings, self)
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
@@ -129,7 +125,7 @@ class Passed:
         return f"{self._module}:{name}"
 
     def write(self) -> None:
-        """Makes the module that `names` has promised, where there is one."""
+        """Makes the module that `name` has promised, where there is one."""
         if not self._objects:
             return
         sys.modules.pop(self._module, None)

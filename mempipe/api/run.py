@@ -9,7 +9,7 @@ from typing import Any
 
 import polars as pl
 
-from mempipe.api.objects import Passed
+from mempipe.api.objects import Passed, named
 from mempipe.api.results import causes_text
 from mempipe.api.settings import nested
 from mempipe.checks.findings import refuse
@@ -137,12 +137,12 @@ def train(
         raise ConfigError(f"resume is {resume!r}; expected 'never', 'auto' or 'always'")
     values = merged(_values(config), nested(overrides))
     passed = Passed(Path(str(values.get("output", "runs"))) / str(values.get("name", "run")))
-    named = passed.names(values)
+    settings = named(values, passed)
     check_pipelines()
     from mempipe.checks.run import check_run
 
     with passed.in_memory():
-        parsed = parse_section(named, RunConfig)
+        parsed = parse_section(settings, RunConfig)
         if isinstance(config, str | Path):
             check_place(config, parsed, resume=how)
         refuse(check_run(parsed, resume=how))
