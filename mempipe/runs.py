@@ -273,14 +273,20 @@ def check_place(path: str | Path, config: object, *, resume: Resume) -> None:
     own, state = file.parent, file.parent / _STATE
     if resume == "never" or not isinstance(config, RunConfig) or file.name != _CONFIG or not state.exists():
         return
-    saved = saved_settings(own)
-    named = (saved.get("output"), saved.get("name")) == (config.output, config.name)  # not by an override
-    if named and config.folder.resolve() != own.resolve():
-        raise ConfigError(
-            f"{file} belongs to the run in {own}, but its output {config.output!r} and name {config.name!r} mean "
-            f"{config.folder}; to continue a run that is elsewhere now, add output=FOLDER (the parent of its folder); "
-            "to continue a copy under another name, write that name, and the paths in its folder, into its config.yaml"
-        )
+    saved, is_renamed = saved_settings(own), own.resolve().name != config.name
+    if saved.get("name") != config.name or (saved.get("output") != config.output and not is_renamed):
+        return  # an override says which folder is meant
+    if config.folder.resolve() == own.resolve():
+        return
+    advice = (
+        "to continue a copy under another name, write that name, and the paths in its folder, into its config.yaml"
+        if is_renamed
+        else f"to continue the run that is there, add output={own.parent}"
+    )
+    raise ConfigError(
+        f"{file} belongs to the run in {own}, but its output {config.output!r} and name {config.name!r} mean "
+        f"{config.folder}; {advice}"
+    )
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -296,7 +296,10 @@ def test_the_config_of_a_copied_run_does_not_continue_the_original(begun, tmp_pa
     check_place(file, load_config(file), resume="never")  # another run with the settings of this one
     check_place(file, load_config(file, ["name=other"]), resume="auto")
     moved = shutil.copytree(original, elsewhere / "run") / "config.yaml"
-    with pytest.raises(ConfigError, match=r"add output=FOLDER"):
+    other_spelling = load_config(file, [f"output={begun.absolute()}/."])
+    with pytest.raises(ConfigError, match=r"under another name, write that name"):  # the original has this name
+        check_place(file, other_spelling, resume="always")
+    with pytest.raises(ConfigError, match=rf"add output={moved.parent.parent}$"):
         check_place(moved, load_config(moved), resume="always")
     continued = load_config(moved, [f"output={elsewhere}"])
     check_place(moved, continued, resume="always")
