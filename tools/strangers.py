@@ -3,8 +3,8 @@
     python -m tools.strangers ATTACK HOST PORT [--number N] [--at-once N] [--seconds S] [--addresses N]
 
 Keeps `--at-once` connections busy from `--addresses` addresses of the loopback network (127.0.1.1, ...), until
-`--number` are through or `--seconds` are over. Prints a JSON object that counts how they ended: the status of the first
-answer, `closed` without one, or `open` at the end.
+`--number` are through or `--seconds` are over, which count from the first connection. Prints a JSON object that counts
+how they ended: the status of the first answer, `closed` without one, or `open` at the end.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import json
 import os
 import random
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,6 +23,8 @@ NICENESS = 19
 """What the attack itself computes shall not slow the service down on a small machine."""
 DRIP_S = 1.0
 ANSWER_TIMEOUT_S = 20.0
+READ_S = 0.5
+"""At the end, what has arrived is still read: this process may not have run for seconds on a busy machine."""
 Sends = Iterator[bytes | float]
 """Bytes to send, and seconds to wait."""
 
@@ -120,9 +121,14 @@ ATTACKS: dict[str, Callable[[random.Random], Sends]] = {
 
 
 async def trouble(
-    attack: str, address: tuple[str, int], source: str, draw: random.Random, outcomes: Counter[str]
+    attack: str,
+    address: tuple[str, int],
+    source: str,
+    draw: random.Random,
+    outcomes: Counter[str],
+    begun: asyncio.Event,
 ) -> None:
-    """Opens a connection, sends what the attack says, and counts how it ended."""
+    """Opens a connection, sets `begun`, sends what the attack says, and counts how it ended."""
     outcome, answer = "closed", bytearray()
     try:
         reader, writer = await asyncio.open_connection(*address, local_addr=(source, 0))
@@ -133,6 +139,8 @@ async def trouble(
     except asyncio.CancelledError:
         outcomes["unconnected"] += 1
         raise
+    finally:
+        begun.set()
 
     async def read() -> None:
         while received := await reader.read(2**16):
@@ -166,16 +174,19 @@ async def trouble(
 async def attacked(asked: argparse.Namespace) -> Counter[str]:
     """Keeps so many connections busy until all are through or the time is over."""
     outcomes, numbers = Counter[str](), itertools.count()
-    until = time.monotonic() + asked.seconds
+    begun, over = asyncio.Event(), asyncio.Event()
 
     async def one_after_the_other(place: int) -> None:
         of = place % asked.addresses
         source, draw = f"127.0.{1 + of // 250}.{1 + of % 250}", random.Random(place)
-        while time.monotonic() < until and next(numbers) < asked.number:
-            await trouble(asked.attack, (asked.host, asked.port), source, draw, outcomes)
+        while not over.is_set() and next(numbers) < asked.number:
+            await trouble(asked.attack, (asked.host, asked.port), source, draw, outcomes, begun)
 
     tasks = [asyncio.create_task(one_after_the_other(place)) for place in range(min(asked.at_once, asked.number))]
-    _, busy = await asyncio.wait(tasks, timeout=asked.seconds)
+    await begun.wait()
+    await asyncio.wait(tasks, timeout=asked.seconds)
+    over.set()
+    _, busy = await asyncio.wait(tasks, timeout=READ_S)
     for task in busy:
         task.cancel()
     await asyncio.wait(tasks)

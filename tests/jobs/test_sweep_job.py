@@ -113,7 +113,8 @@ class Sweep:
         log = self.folder / "logs" / f"{trial}.log"
         for process in self.marked.processes():
             with suppress(psutil.Error, OSError):
-                if process.cmdline()[-1] == "mempipe.cli.series" and Path(f"/proc/{process.pid}/fd/1").samefile(log):
+                of_a_trial = process.cmdline()[-1:] == ["mempipe.cli.series"]  # no command line once it has ended
+                if of_a_trial and Path(f"/proc/{process.pid}/fd/1").samefile(log):
                     return process
         return None
 
