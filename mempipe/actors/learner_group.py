@@ -137,6 +137,9 @@ class LearnerActor:
     def start_save(self, folder: Path, position: Position, keep: int) -> None:
         self._learner.start_save(folder, position, keep=keep)
 
+    def save_failed(self) -> bool:
+        return self._learner.save_failed
+
     def finish_save(self) -> None:
         self._learner.finish_save()
 
@@ -266,6 +269,10 @@ class LearnerGroup:
     def start_save(self, folder: Path, position: Position, *, keep: int) -> None:
         """Does what `save` does in the background, after the checkpoint before is finished."""
         self._all("checkpoint", lambda rank, _: rank.start_save.remote(folder.absolute(), position, keep))
+
+    def save_failed(self) -> bool:
+        """Returns at once whether a checkpoint could not be written; `finish_save` says why."""
+        return any(self._all("checkpoint", lambda rank, _: rank.save_failed.remote()))
 
     def finish_save(self) -> None:
         """Waits for the checkpoint that is being written, if there is one."""

@@ -297,6 +297,11 @@ class Learner:
         tensors = self._tensors() | self._rng_states()
         self._checkpoints.start(folder, self.num_updates_done, tensors=tensors, state=state, keep=keep)
 
+    @property
+    def save_failed(self) -> bool:
+        """Returns at once whether a checkpoint could not be written; `finish_save` says why."""
+        return self._checkpoints.failed
+
     def finish_save(self) -> Path | None:
         """Waits for the checkpoint that is being written, on all ranks together; returns its path. Raises
         CheckpointError."""

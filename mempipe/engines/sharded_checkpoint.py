@@ -56,6 +56,11 @@ class CheckpointWriter:
             save_checkpoint, folder, step, tensors=copied, state=state, keep=keep, group=self._group
         )
 
+    @property
+    def failed(self) -> bool:
+        """Returns at once whether the checkpoint could not be written; `finish` raises why."""
+        return self._pending is not None and self._pending.done() and self._pending.exception() is not None
+
     def finish(self) -> Path | None:
         """Waits for the checkpoint that is being written; returns its path, or None when there is none.
 

@@ -208,10 +208,14 @@ class Checkpoints:
         self._tracker.log_metrics(metrics, step=self.position.step + 1)
 
     def finish(self) -> None:
-        """Saves the step, which was trained and logged, when a checkpoint is due."""
+        """Saves the step, which was trained and logged, when a checkpoint is due, or when the last one could not be
+        written: a disk that was full for a while may cost a checkpoint, never the run."""
         assert self._under_way is not None, "finish without begin"
         self.position, self._under_way = self._under_way, None
         if self.position.step % self._config.checkpoint.every_steps == 0:
+            self.save()
+        elif self._learners.save_failed():
+            self._finish_save_in_flight()
             self.save()
 
     def save(self) -> None:

@@ -274,6 +274,9 @@ class Learners:
             entry = {"bytes": (partial / STATE).stat().st_size, "sha256": sha256(partial / STATE)}
             (partial / MANIFEST).write_text(json.dumps({"files": {STATE: entry}}))
 
+    def save_failed(self) -> bool:
+        return False
+
     def finish_save(self) -> None:
         pass
 

@@ -8,6 +8,7 @@ import hashlib
 import json
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -241,6 +242,27 @@ def test_training_goes_on_while_a_checkpoint_is_written(tmp_path, monkeypatch):
     may_write.set()
     writer.finish()
     assert latest(tmp_path) == tmp_path / "step-00000001"
+
+
+def test_a_background_write_that_failed_is_known_without_waiting(tmp_path, monkeypatch):
+    may_write = threading.Event()
+
+    def no_space(file: Path) -> str:
+        assert may_write.wait(60)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sharded_checkpoint, "sha256", no_space)
+    writer = CheckpointWriter()
+    writer.start(tmp_path, 1, tensors=tensors(), state=state(1), keep=2)
+    assert not writer.failed  # it is being written
+    may_write.set()
+    until = time.monotonic() + 60
+    while not writer.failed:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        writer.finish()
+    assert not writer.failed
 
 
 @pytest.mark.parametrize("call", ["finish", "start"])

@@ -61,12 +61,16 @@ class Learners:
         self.kept.append(keep)
         self._writing = position
 
+    def save_failed(self) -> bool:
+        return self._writing is not None and self.write_failure is not None
+
     def finish_save(self) -> None:
+        written, self._writing = self._writing, None
+        if written is None:
+            return
         if self.write_failure is not None:
             raise self.write_failure
-        if self._writing is not None:
-            self.saved.append(self._writing)
-            self._writing = None
+        self.saved.append(written)
 
 
 class Tracker:
@@ -236,6 +240,27 @@ def test_a_checkpoint_that_could_not_be_written_does_not_keep_the_last_position_
     assert steps(learners) == [saved]
     said = capsys.readouterr().out
     assert "checkpoint: No space left on device" in said and f"saved step {saved} before the run ended" in said
+
+
+def test_a_checkpoint_that_could_not_be_written_is_tried_again_after_the_next_step(checkpoints, learners, capsys):
+    """A disk that was full for a while: the run continues, and does not wait for the next checkpoint that is due."""
+    with checkpoints.kept():
+        for number in range(6):
+            train(checkpoints, learners, number)
+            learners.write_failure = LearnerFailed("checkpoint: No space left on device") if number == 3 else None
+            checkpoints.finish()
+    assert steps(learners) == [4, 6]
+    assert capsys.readouterr().out.count("No space left on device") == 1
+
+
+def test_a_run_ends_when_a_checkpoint_is_due_and_none_since_the_last_could_be_written(checkpoints, learners, capsys):
+    with pytest.raises(LearnerFailed, match="No space left"), checkpoints.kept():
+        for number in range(9):
+            train(checkpoints, learners, number)
+            learners.write_failure = LearnerFailed("checkpoint: No space left on device") if number > 2 else None
+            checkpoints.finish()
+    assert steps(learners) == []
+    assert capsys.readouterr().out.count("checkpoint: No space left on device") >= 2
 
 
 def test_a_step_that_cannot_be_described_is_saved(checkpoints, learners, capsys, monkeypatch):
