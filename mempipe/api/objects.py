@@ -22,7 +22,7 @@ from typing import Any
 
 from mempipe.agents.registry import AgentSpec
 from mempipe.settings import ConfigError
-from mempipe.storage.files import whole_file, write_text
+from mempipe.storage.files import lock, whole_file, write_text
 from mempipe.user_code import PASSED
 
 _MODULE = '''\
@@ -143,6 +143,7 @@ class Passed:
             ) from error
         folder = self._folder / "python"
         try:
+            lock(self._folder)  # those of a run that is at work stay
             with whole_file(folder / f"{self._module}.pickle") as partial:
                 partial.write_bytes(data)
             write_text(folder / f"{self._module}.py", _MODULE)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
+from miniature import locked_elsewhere
 from notebook_agent import agent as notebook_agent  # of examples/
 from program_agent.program import solve
 from stand_in_run import NUM_STEPS, Strike, stand_in_run
@@ -174,6 +175,17 @@ def test_runs_of_one_process_keep_their_own_objects(tmp_path, monkeypatch, earli
     assert [load_user_object(name, setting="s")() for name in names] == ([1, 1] if earlier else [0, 1])
     moved = folders[0].rename(tmp_path / "moved")
     assert reward_of(2, moved) == names[0] and in_a_worker(names[0]) == "2\n"
+
+
+def test_the_objects_of_a_run_that_is_at_work_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    folder = tmp_path / "run"
+    (folder / "python").mkdir(parents=True)
+    (kept := folder / "python" / "passed_to_run.pickle").write_bytes(b"of the run at work")
+    (folder / "python" / "passed_to_run.py").touch()
+    with locked_elsewhere(folder), pytest.raises(mempipe.ConfigError, match="another process is at work in"):
+        reward_of(1, folder)
+    assert kept.read_bytes() == b"of the run at work"
 
 
 def test_agents_of_one_process_keep_their_own_objects():
