@@ -121,6 +121,9 @@ class Evaluations:
             lock(suite.folder)  # two evaluations in it would both ask the missing questions
         except OSError as error:
             raise ConfigError(f"cannot write to the evaluation's folder {suite.folder}: {error.strerror}") from error
+        if suite.judge or suite.recall:
+            for each in planned:
+                grade_again(suite, each)
         if unfinished := [each for each in planned if not all(job.results.finished for job in each.jobs)]:
             with StopRequest(max(each.config.grace_s for each in unfinished)).listening() as stop:
                 try:
@@ -265,10 +268,7 @@ def evaluate_set(
             )
             for group in waiting
         ]
-        if suite.judge is not None:
-            rows = asyncio.run(judged(suite.judge, waiting, rows))
-        if suite.recall is not None and planned.config.has_memory:
-            rows = asyncio.run(with_recalls(Endpoint(suite.recall), waiting, rows))
+        rows = graded(suite, planned, waiting, rows)
         reached("evaluation.part", title=title)
         with stop.held_back():  # a signal in between would have the part written twice
             job.results.append(waiting, rows)
@@ -352,6 +352,29 @@ async def _check_endpoint(endpoint: Endpoint, *, context_tokens: int = 0) -> Non
         await endpoint.check(context_tokens=context_tokens)
     finally:
         await endpoint.close()
+
+
+def graded(
+    suite: EvaluationSuite, planned: PlannedRun, groups: Sequence[Group], rows: Sequence[ResultRow]
+) -> Sequence[ResultRow]:
+    """Returns the rows with what the suite's judge says of the answers, and its reader of the memories."""
+    if suite.judge is not None:
+        rows = asyncio.run(judged(suite.judge, groups, rows))
+    if suite.recall is not None and planned.config.has_memory:
+        rows = asyncio.run(with_recalls(Endpoint(suite.recall), groups, rows))
+    return rows
+
+
+def grade_again(suite: EvaluationSuite, planned: PlannedRun) -> None:
+    """Asks judge and reader about the attempts on record that they said nothing of, as when they were out of reach."""
+
+    def grade(groups: Sequence[Group], rows: Sequence[ResultRow]) -> Sequence[ResultRow]:
+        number = sum(row.ungraded for row in rows)
+        say(f"{planned.run.name}: {number:,} answers of judge or reader are missing; asking again")
+        return graded(suite, planned, groups, rows)
+
+    for job in planned.jobs:
+        job.results.grade_again(grade)
 
 
 async def judged(judge: EndpointConfig, groups: Sequence[Group], rows: Sequence[ResultRow]) -> list[ResultRow]:

@@ -8,7 +8,7 @@ settings are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -79,6 +79,11 @@ class ResultRow:
     are not known."""
     recalls: list[RecallCounts] = field(default_factory=list)
     """The reader's answers from the last memory; empty if no reader was asked."""
+
+    @property
+    def ungraded(self) -> int:
+        """Returns how often the judge gave no verdict and the reader could not be asked."""
+        return self.judge_unparsed + sum(each.unasked for each in self.recalls)
 
     def score(self, metric: str) -> float:
         """Returns the score in one of `METRICS`."""
@@ -173,8 +178,22 @@ class ResultFolder:
         """Writes one part: the rows, and with each its whole group (without the text that it read). Writes nothing
         where there is no row.
         """
-        if not rows:
-            return
+        if rows:
+            number = 1 + max((int(part.stem.removeprefix("part-")) for part in _parts(self.path)), default=-1)
+            self._write(self.path / f"part-{number:05d}.parquet", groups, rows)
+
+    def grade_again(self, grade: Callable[[Sequence[Group], Sequence[ResultRow]], Sequence[ResultRow]]) -> None:
+        """Replaces the ungraded rows of every part by what `grade` returns for them."""
+        for part in _parts(self.path):
+            rows = read_results(part)
+            if ungraded := [number for number, row in enumerate(rows) if row.ungraded]:
+                groups = read_groups(part)
+                graded = grade([groups[number] for number in ungraded], [rows[number] for number in ungraded])
+                for number, row in zip(ungraded, graded, strict=True):
+                    rows[number] = row
+                self._write(part, groups, rows)
+
+    def _write(self, path: Path, groups: Sequence[Group], rows: Sequence[ResultRow]) -> None:
         groups = [replace(group, question=replace(group.question, context="")) for group in groups]
         whole = records_to_table(groups).to_struct_array()
         table = (
@@ -182,8 +201,6 @@ class ResultFolder:
             .append_column(_GROUP, whole)
             .replace_schema_metadata({"metrics": json.dumps(definitions())})
         )
-        number = 1 + max((int(part.stem.removeprefix("part-")) for part in _parts(self.path)), default=-1)
-        path = self.path / f"part-{number:05d}.parquet"
         write_table(path, table, compression="zstd")
 
     def _read(self) -> dict[str, Any] | None:

@@ -10,7 +10,8 @@ import pytest
 from result_builders import answered
 
 from mempipe.evaluation import results
-from mempipe.evaluation.results import ResultFolder, read_results
+from mempipe.evaluation.results import ResultFolder, read_groups, read_results, result_row
+from mempipe.faults import InfrastructureFault
 from mempipe.stop import Interrupted, StopRequest
 from pipelines import evaluate
 
@@ -52,3 +53,40 @@ def test_a_signal_while_a_part_is_written_writes_no_row_twice(tmp_path, monkeypa
     assert len(read_results(tmp_path)) == 2 * PER_PART
     start()
     assert sorted(row.question_id for row in read_results(tmp_path)) == sorted(g.question.id for g in groups)
+
+
+def test_the_next_evaluation_asks_the_judge_for_the_verdicts_that_are_missing(tmp_path, monkeypatch, capsys):
+    """The judge was out of reach for some questions. Their answers are kept, and nobody samples them again."""
+    groups, asked = answered([True, False, True]), []
+
+    class Judge:
+        def __init__(self, config: object) -> None: ...
+
+        async def chat(self, prompt: str, **_: object) -> list[str]:
+            number = prompt.split("Which ")[1][0]
+            asked.append(number)
+            if asked.count(number) == 1 and number != "0":
+                raise InfrastructureFault("the judge is gone")
+            return ["yes" if "\nNile\n" in prompt else "no"]
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(evaluate, "Endpoint", Judge)
+    suite: Any = SimpleNamespace(judge=object(), recall=None)
+    folder = ResultFolder(tmp_path, {"run": {}})
+    planned: Any = SimpleNamespace(
+        run=SimpleNamespace(name="r"),
+        config=SimpleNamespace(has_memory=True),
+        jobs=[SimpleNamespace(results=folder, benchmark=SimpleNamespace(label="set"))],
+    )
+    folder.open()
+    rows = [result_row(each, growing=False, prompt_hash="p") for each in groups]
+    for part in (slice(2), slice(2, 3)):
+        folder.append(groups[part], evaluate.graded(suite, planned, groups[part], rows[part]))
+    assert [row.judge for row in read_results(tmp_path)] == [1.0, None, None]
+    for _ in range(2):
+        evaluate.grade_again(suite, planned)
+        assert [row.judge for row in read_results(tmp_path)] == [1.0, 0.0, 1.0]
+    assert read_groups(tmp_path) == groups
+    assert asked == ["0", "1", "2", "1", "2"]
+    assert capsys.readouterr().out.count("r: 1 answers of judge or reader are missing; asking again") == 2
