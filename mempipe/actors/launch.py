@@ -53,7 +53,9 @@ from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
 
-START_TIMEOUT_S = 900.0
+START_TIMEOUT_S = 3600.0
+"""A first start may fetch tens of GB from a hub, or read hundreds from a network disk."""
+RESERVE_TIMEOUT_S = 900.0
 MOST_DEATHS = 3
 """Deaths of its engine that one call survives: an engine that dies at every call, such as one whose attention has no
 code for the model, would otherwise be loaded again until the deadline, and nobody would be told why."""
@@ -376,7 +378,7 @@ def reserve(made: Placement) -> Reservation:
     if made.bundles:
         print(f"placement  {made}", flush=True)
     try:
-        return Reservation(made, timeout_s=START_TIMEOUT_S)
+        return Reservation(made, timeout_s=RESERVE_TIMEOUT_S)
     except NotReserved as error:
         raise LaunchError(str(error)) from error
 
