@@ -41,8 +41,9 @@ from mempipe.storage.scratch import RAY, scratch_folder
 LOOPBACK = "127.0.0.1"
 KNOCK_TIMEOUT_S = 10.0
 WATCH_EVERY_S = 2.0
-SILENT_CHECKS = 3
-"""Consecutive checks at which the head must be unreachable: one refused connection may be a full queue."""
+SILENT_S = 45.0
+"""The head of another cluster may be unreachable for so long: a network that is interrupted, or a head that Kubernetes
+starts again and that has kept its state. After 60 s Ray ends the process without a sentence."""
 RESUME = "Saved work is kept; run the same command again to resume (train: with --resume)"
 """What to do about a lost cluster, for the commands that resume."""
 UNWIND_S = 10.0
@@ -183,7 +184,7 @@ class ClusterWatch:
         events = select.poll()  # `select.select` takes no descriptor above 1023
         for descriptor in (self._wake, *self._ends):
             events.register(descriptor, select.POLLIN)
-        missed = 0
+        answered = time.monotonic()
         try:
             while not self._over.is_set():
                 ready = [descriptor for descriptor, _ in events.poll(WATCH_EVERY_S * 1000)]
@@ -191,8 +192,9 @@ class ClusterWatch:
                     return
                 if ready:
                     return self._end(self._ends[ready[0]])
-                missed = 0 if not self._head or _answers(self._head) else missed + 1
-                if missed >= SILENT_CHECKS:
+                if not self._head or _answers(self._head):
+                    answered = time.monotonic()
+                elif time.monotonic() - answered > SILENT_S:
                     return self._end(f"the head of the Ray cluster at {self._head} does not answer")
         finally:
             for descriptor in self._ends:

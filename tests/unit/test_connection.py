@@ -85,6 +85,25 @@ def test_a_main_thread_that_misses_the_interruption_is_interrupted_again(monkeyp
     assert len(missed) == 1 and capsys.readouterr().err.count("error: the Ray cluster was lost") == 1
 
 
+def test_a_head_that_comes_back_ends_nothing_and_one_that_stays_away_does(monkeypatch, capsys):
+    monkeypatch.setattr(cluster, "WATCH_EVERY_S", 0.02)
+    monkeypatch.setattr(cluster, "SILENT_S", 2.0)
+    monkeypatch.setattr(cluster, "_ends_of_processes", lambda **_: {})
+    with socket.create_server(("127.0.0.1", 0)) as head:
+        address = head.getsockname()
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address=f"127.0.0.1:{address[1]}"))
+    with (
+        pytest.raises(ClusterLost, match=rf"the head of the Ray cluster at \S+:{address[1]} does not answer"),
+        cluster.ClusterWatch(own=False, if_lost="Try again") as watch,
+    ):
+        time.sleep(0.2)
+        with socket.create_server(address):
+            time.sleep(0.2)
+            assert not watch.lost
+        time.sleep(60)
+    assert capsys.readouterr().err.count("error: the Ray cluster was lost") == 1
+
+
 def test_the_start_of_a_node_leaves_the_variables_of_the_user_as_they_are(monkeypatch):
     seen = []
     monkeypatch.setattr(ray, "init", lambda **_: seen.append(os.environ[name]))
