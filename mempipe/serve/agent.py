@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from mempipe.checks.findings import refuse
 from mempipe.checks.service import check_address
 from mempipe.environment import EVERY_PROCESS, worker_environment
 from mempipe.loader import parse_section
+from mempipe.progress import waiting
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.serve.agent_app import SLACK_S
 from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
@@ -244,8 +245,9 @@ def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
     """Serves until Ctrl-C or SIGTERM (`mempipe serve`); SIGHUP loads new weights of the same run."""
     stop, wake = threading.Event(), threading.Event()
     source = settings.get("run") or settings.get("checkpoint")
-    print(f"starting the service of {source} ...", flush=True)
-    with served_agent(settings, host=host, port=port) as (url, service):
+    with ExitStack() as stack:
+        with waiting(f"starting the service of {source}"):
+            url, service = stack.enter_context(served_agent(settings, host=host, port=port))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: (stop.set(), wake.set()))
         signal.signal(signal.SIGHUP, lambda *_: wake.set())

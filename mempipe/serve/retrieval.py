@@ -9,7 +9,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from ray import serve
@@ -20,6 +20,7 @@ from mempipe.checks.findings import refuse
 from mempipe.checks.retrieval import check_service
 from mempipe.environment import EVERY_PROCESS, worker_environment
 from mempipe.loader import parse_section
+from mempipe.progress import waiting
 from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.manifest import check_index
 from mempipe.retrieval.retriever import Retriever
@@ -88,8 +89,9 @@ def served(settings: dict[str, Any], *, host: str, port: int) -> Iterator[str]:
 def serve_index(settings: dict[str, Any], *, host: str, port: int) -> None:
     """Serves until Ctrl-C or SIGTERM (`mempipe index serve`)."""
     stop = threading.Event()
-    print(f"starting the service of {settings['index']} ...", flush=True)
-    with served(settings, host=host, port=port) as url:
+    with ExitStack() as stack:
+        with waiting(f"starting the service of {settings['index']}"):
+            url = stack.enter_context(served(settings, host=host, port=port))
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stop.set())
         print(f"serving {settings['index']} at {url} until Ctrl-C; try")

@@ -98,9 +98,9 @@ def test_the_command_serves_until_ctrl_c_and_leaves_nothing_behind(index, tmp_pa
     command = [sys.executable, "-m", "mempipe.cli", "index", "serve", index, "max_passages=17", "--port", str(port)]
     serving = Running(command, marked=marked, cwd=tmp_path)
     try:
-        serving.wait_until(lambda: serving.stdout.count("\n") >= 3)
-        first, address, example = serving.stdout.splitlines()
-        assert first.startswith(f"starting the service of {index}")
+        serving.wait_until(lambda: "curl" in serving.stdout and serving.stdout.endswith("\n"))
+        first, *_, address, example = serving.stdout.splitlines()  # in between: how long it has taken
+        assert f"starting the service of {index}" in first
         assert f"serving {index} at http://127.0.0.1:{port}" in address
         curl = subprocess.run(example, shell=True, capture_output=True, text=True, check=True)
         assert curl.stdout.startswith('[{"id":"')
