@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from hypothesis import HealthCheck, settings
 from miniature import MINIATURE, QUICKSTART
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 settings.register_profile("anew", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("mempipe", parent=settings.get_profile("anew"), derandomize=True)
 settings.load_profile("mempipe")
+# Nor does a request of a test whose timeout is httpx's own, five seconds.
+for _phase in ("connect", "read", "write", "pool"):
+    setattr(httpx._config.DEFAULT_TIMEOUT_CONFIG, _phase, 120.0)
 prepare_process()  # as the command does, before anything reads the environment
 # Each HTTP client of a library reads the file of all certificates in 15 ms; the hundreds of a test process share it.
 ssl.create_default_context = functools.cache(ssl.create_default_context)
