@@ -13,6 +13,7 @@ from pathlib import Path
 
 RUN = """
 import ipaddress, os, sys, tempfile
+from contextlib import suppress
 from pathlib import Path
 from mempipe.actors.handles import start_actor
 from mempipe.actors.cluster import connected
@@ -29,7 +30,10 @@ def check_ports(leaver):
     addresses = {ray.util.get_node_ip_address(), ray.get(leaver.address.remote())}
     assert addresses == {"127.0.0.1"}, addresses
     me = psutil.Process()
-    sockets = [each for process in (me, *me.children(recursive=True)) for each in process.net_connections()]
+    sockets = me.net_connections()
+    for process in me.children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            sockets += process.net_connections()
     listening = [ipaddress.ip_address(each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN]
     open_to_others = [str(each) for each in listening if not (getattr(each, "ipv4_mapped", None) or each).is_loopback]
     assert len(listening) > 5 and not open_to_others, open_to_others

@@ -89,8 +89,8 @@ def test_a_run_that_ends_by_itself_leaves_no_process():
 
 
 def test_this_run_has_a_guard():
-    guards = [process.cmdline()[-2:] for process in psutil.process_iter() if "tools.guard" in cmdline(process)]
-    assert [guard for guard in guards if guard[1] == os.environ[GUARDED]]
+    commands = [cmdline(process) for process in psutil.process_iter()]
+    assert [command for command in commands if "tools.guard" in command and command[-1] == os.environ[GUARDED]]
 
 
 def cmdline(process: psutil.Process) -> list[str]:
