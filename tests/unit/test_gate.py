@@ -75,15 +75,18 @@ async def test_a_compressed_body_is_refused_by_the_name_of_its_encoding(encoding
     assert status == 200 or (encoding[:40].lower() in reply.text and len(reply.text) < 200)
 
 
-async def test_a_body_that_does_not_arrive_is_refused(monkeypatch):
+def test_a_body_that_does_not_arrive_is_refused(monkeypatch):
     monkeypatch.setattr(gates, "BODY_TIMEOUT_S", 0.05)
 
     async def slow() -> AsyncIterator[bytes]:
         yield b"x"
         await asyncio.sleep(5)
 
-    async with client_of(Work()) as client:
-        refused = await client.post("/now", content=slow())
+    async def send() -> httpx.Response:
+        async with client_of(Work()) as client:
+            return await client.post("/now", content=slow())
+
+    refused = simulated(send())
     assert (refused.status_code, "0.05 s" in refused.json()["detail"]) == (408, True)
 
 
@@ -102,13 +105,16 @@ async def test_requests_beyond_the_limit_are_refused_and_get_in_once_there_is_ro
     assert (work.num_ended, work.num_cancelled) == (4, 0)
 
 
-async def test_an_answer_that_takes_too_long_is_refused_and_its_work_ends():
-    work = Work()
-    async with client_of(work, timeout_s=0.05, max_in_flight=1) as client:
-        for _ in range(2):  # the second finds the place free
-            refused = await client.post("/")
-            assert (refused.status_code, "no answer within 0.05 s" in refused.json()["detail"]) == (503, True)
-    assert work.num_cancelled == 2
+def test_an_answer_that_takes_too_long_is_refused_and_its_work_ends():
+    async def ask_twice() -> int:
+        work = Work()
+        async with client_of(work, timeout_s=0.05, max_in_flight=1) as client:
+            for _ in range(2):  # the second finds the place free
+                refused = await client.post("/")
+                assert (refused.status_code, "no answer within 0.05 s" in refused.json()["detail"]) == (503, True)
+        return work.num_cancelled
+
+    assert simulated(ask_twice()) == 2
 
 
 async def test_the_refusal_has_the_format_of_the_service():
@@ -150,12 +156,14 @@ async def test_work_ends_when_the_client_hangs_up(path):
         assert (await client.post("/now")).status_code == 200  # its place is free
 
 
-async def test_a_stream_that_takes_too_long_ends_and_nobody_can_take_it_for_whole():
-    work = Work()
-    connection = Connection(Gate(work, max_body_bytes=100, max_in_flight=1, timeout_s=0.05), "/stream")
-    await connection.ended()
-    assert work.num_cancelled == 1
-    assert [message.get("more_body") for message in connection.sent] == [None, True]
+def test_a_stream_that_takes_too_long_ends_and_nobody_can_take_it_for_whole():
+    async def listen() -> tuple[int, list[bool | None]]:
+        work = Work()
+        connection = Connection(Gate(work, max_body_bytes=100, max_in_flight=1, timeout_s=0.05), "/stream")
+        await connection.ended()
+        return work.num_cancelled, [message.get("more_body") for message in connection.sent]
+
+    assert simulated(listen()) == (1, [None, True])
 
 
 async def test_an_error_of_the_application_passes_through():

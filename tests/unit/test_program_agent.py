@@ -90,11 +90,13 @@ def call(name: str) -> dict[str, Any]:
     return {"id": "x", "type": "function", "function": {"name": name, "arguments": "{}"}}
 
 
-def silent_if_slow(engine: ScriptedEngine) -> Callable[..., Any]:
-    """The engine, which never answers a prompt that holds "slow"."""
+def silent_if_slow(engine: ScriptedEngine, *, asked: asyncio.Event | None = None) -> Callable[..., Any]:
+    """The engine, which never answers a prompt that holds "slow"; it sets `asked` when it gets one."""
+    asked = asked or asyncio.Event()
 
     async def generate(token_ids: list[int], *, max_tokens: int) -> Completion:
         if "slow" in TOKENIZER.decode(token_ids):
+            asked.set()
             await asyncio.Event().wait()
         return await engine(token_ids, max_tokens=max_tokens)
 
@@ -310,8 +312,9 @@ async def test_a_request_that_is_given_up_uses_up_no_message_and_one_under_way_d
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(ask(client, [user("slow")]), 0.05)
         await create(client, "a")
+        asked.clear()
         slow = asyncio.create_task(ask(client, [user("slow")]))
-        await asyncio.sleep(0.05)
+        await asked.wait()
         with pytest.raises(APIStatusError) as error:
             await create(client, "b")
         refused.append(error.value.code)
@@ -320,8 +323,8 @@ async def test_a_request_that_is_given_up_uses_up_no_message_and_one_under_way_d
         await create(client, "c")
         return "Paris"
 
-    engine = ScriptedEngine(TOKENIZER, ["one", "two"])
-    played, _, _ = await play([], program, generate=silent_if_slow(engine), max_turns=2)
+    engine, asked = ScriptedEngine(TOKENIZER, ["one", "two"]), asyncio.Event()
+    played, _, _ = await play([], program, generate=silent_if_slow(engine, asked=asked), max_turns=2)
     assert (played.answer, len(played.contexts), refused) == ("Paris", 2, ["attempt_over"])
     assert len(set(ids)) == 2
 
@@ -709,12 +712,12 @@ async def test_a_request_that_the_program_leaves_behind_is_no_part_of_a_context(
         messages: Messages = [user(question)]
         messages += [assistant(await ask(client, messages)), user("slow")]
         left.append(asyncio.create_task(ask(client, messages)))
-        await asyncio.sleep(0.1)
+        await asked.wait()
         return "Rome"
 
-    engine = ScriptedEngine(TOKENIZER, ["Paris"])
+    engine, asked = ScriptedEngine(TOKENIZER, ["Paris"]), asyncio.Event()
 
-    played, _, _ = await play([], program, generate=silent_if_slow(engine))
+    played, _, _ = await play([], program, generate=silent_if_slow(engine, asked=asked))
     await asyncio.wait(left)
     assert_token_exact(played.contexts, engine)
     assert [mask for mask, _ in segments(played.contexts[0])] == [0, 1]
