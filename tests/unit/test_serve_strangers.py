@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -33,13 +34,14 @@ def address(monkeypatch, tmp_path) -> Iterator[tuple[str, int]]:
     (tmp_path / "keys").write_text(RECORD.line())
     monkeypatch.delenv(VARIABLE, raising=False)
     monkeypatch.setenv(strangers.VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setattr(connections, "HEADER_TIMEOUT_S", 600.0)
     ASKED.clear()
     with served(echo) as address:
         yield address
 
 
 def get(address: tuple[str, int], path: str, **headers: str) -> httpx.Response:
-    return httpx.get(f"http://{address[0]}:{address[1]}{path}", headers=headers, timeout=10)
+    return httpx.get(f"http://{address[0]}:{address[1]}{path}", headers=headers, timeout=60)
 
 
 def test_a_body_without_a_key_is_401_before_it_arrives(address):
@@ -142,7 +144,7 @@ def test_a_request_that_asks_for_http_2_keeps_its_body(address, name, cut):
     fields |= {"Content-Length": str(len(body)), "Authorization": BEARER["authorization"]}
     sent = "".join(f"{key}: {value}\r\n" for key, value in fields.items())
     head = f"POST /v1/answer HTTP/1.1\r\n{sent}\r\n".encode()
-    with socket.create_connection(address, timeout=10) as connection:
+    with socket.create_connection(address, timeout=60) as connection:
         whole, first = head + body, head.index(name.encode())
         at = {None: 0, "body": len(head), "header": first + len(name) + 1, "name": first + 3, "end": len(head) - 2}[cut]
         for part in (whole[:at], whole[at:]):
@@ -157,14 +159,14 @@ def test_a_request_that_asks_for_http_2_keeps_its_body(address, name, cut):
 
 
 def test_lines_that_end_without_a_carriage_return_are_refused_at_once(address):
-    with socket.create_connection(address, timeout=5) as connection:
+    with socket.create_connection(address, timeout=60) as connection:
         connection.sendall(b"GET /v1/models HTTP/1.1\nHost: x\n\n")
         assert connection.recv(65536).startswith(b"HTTP/1.1 400 ")
 
 
 def test_a_second_request_whose_header_comes_byte_by_byte_is_answered(address):
     head = f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: {BEARER['authorization']}\r\n\r\n".encode()
-    with socket.create_connection(address, timeout=5) as connection:
+    with socket.create_connection(address, timeout=60) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for request in ([head], [head[i : i + 1] for i in range(len(head))], [head[:20], head[20:] + head]):
             for part in request:
@@ -182,7 +184,7 @@ def test_a_client_that_asks_before_it_sends_its_body_gets_an_answer(address):
     body = b'{"question": "a"}'
     fields = f"Host: x\r\nAuthorization: {BEARER['authorization']}\r\nContent-Length: {len(body)}\r\n"
     head = f"POST /v1/answer HTTP/1.1\r\n{fields}Expect: 100-continue\r\n\r\n".encode()
-    with socket.create_connection(address, timeout=5) as connection:
+    with socket.create_connection(address, timeout=60) as connection:
         connection.sendall(head[:40])
         time.sleep(0.05)
         connection.sendall(head[40:])
@@ -222,13 +224,15 @@ def test_there_are_descriptors_left_for_other_things_than_connections(monkeypatc
 
 def test_a_client_that_does_not_read_is_let_go(monkeypatch):
     monkeypatch.setattr(connections, "STALL_TIMEOUT_S", 0.3)
+    is_asked = threading.Event()
 
     async def page(scope: Any, receive: Any, send: Any) -> None:
+        is_asked.set()
         await PlainTextResponse(b"x" * 2**24)(scope, receive, send)
 
     with served(page) as address, socket.create_connection(address) as connection:
         connection.sendall(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        until(lambda: connections.GuardedProtocol.per_address.total() == 1)
+        assert is_asked.wait(60)
         until(lambda: connections.GuardedProtocol.per_address.total() == 0)
 
 
@@ -347,9 +351,10 @@ async def test_pages_reach_a_replica_at_a_limited_rate(monkeypatch):
 
     transport = httpx.ASGITransport(app=strangers.Strangers(app), client=("10.0.0.1", 5000))
     async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+        started = time.monotonic()  # two may go on at once; when they are asked is up to the machine
         replies = await asyncio.gather(*(client.get("/nowhere") for _ in range(6)))
     assert [reply.status_code for reply in replies] == [200] * 6
-    assert asked[5] - asked[1] >= 4 / 20 - 0.01
+    assert asked[5] - started >= 4 / 20 - 0.01
 
 
 async def test_addresses_take_turns():
