@@ -98,6 +98,12 @@ class Page:
             self.errors.append(parameters["entry"]["text"])
 
 
+def _pages(url: str) -> list[str]:
+    """Returns the addresses of a browser's open pages."""
+    targets = httpx.get(url, timeout=DEADLINE_S).json()
+    return [target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page"]
+
+
 @contextmanager
 def browsing(folder: Path) -> Iterator[Page]:
     """A page of a browser of its own, whose profile is in `folder`."""
@@ -117,8 +123,10 @@ def browsing(folder: Path) -> Iterator[Page]:
             assert browser.poll() is None and time.monotonic() < deadline, "Chromium did not start"
             time.sleep(0.05)
         port = file.read_text().split()[0]
-        targets = httpx.get(f"http://127.0.0.1:{port}/json/list").json()
-        (url,) = [target["webSocketDebuggerUrl"] for target in targets if target["type"] == "page"]
+        while not (pages := _pages(f"http://127.0.0.1:{port}/json/list")):
+            assert time.monotonic() < deadline, "Chromium opened no page"
+            time.sleep(0.05)
+        (url,) = pages
         with connect(url, max_size=2**26) as connection:
             yield Page(connection)
     finally:

@@ -236,12 +236,15 @@ def browser(tmp_path_factory) -> Iterator[Browser]:
             assert time.monotonic() < deadline and process.poll() is None, "Chromium does not start"
             time.sleep(0.1)
         url = f"http://127.0.0.1:{port.read_text().split()[0]}/json/list"
-        (target,) = [each for each in json.load(urllib.request.urlopen(url)) if each["type"] == "page"]
+        while not (pages := [each for each in json.load(urllib.request.urlopen(url)) if each["type"] == "page"]):
+            assert time.monotonic() < deadline, "Chromium opens no page"
+            time.sleep(0.1)
+        (target,) = pages
         with connect(target["webSocketDebuggerUrl"], max_size=None) as connection:
             yield Browser(connection)
     finally:
         process.terminate()
-        process.wait(timeout=20)
+        process.wait(timeout=120)
 
 
 @pytest.mark.slow
