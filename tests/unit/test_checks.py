@@ -270,11 +270,13 @@ def test_a_hub_that_is_silent_is_given_up_in_time(monkeypatch, settings):
 
     answered = threading.Event()
     monkeypatch.setattr(models, "HUB_TIMEOUT_S", 0.2)
-    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: answered.wait(30))
+    monkeypatch.setattr(HfApi, "model_info", lambda *_, **__: answered.wait(600))
     started = time.monotonic()
-    (problem,) = fatals(check_run(parse_config(settings | {"model": {"path": "nobody/nothing"}}), devices=PLENTY))
-    assert time.monotonic() - started < 10 and "did not answer within 0.2 s" in problem
-    answered.set()
+    try:
+        (problem,) = fatals(check_run(parse_config(settings | {"model": {"path": "nobody/nothing"}}), devices=PLENTY))
+        assert time.monotonic() - started < 60 and "did not answer within 0.2 s" in problem
+    finally:
+        answered.set()
 
 
 @pytest.mark.parametrize("name", ["my--model", "-x", "modèle", "org/model.", "a b", "a/b/c"])

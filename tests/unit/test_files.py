@@ -157,7 +157,7 @@ def test_turns_of_another_name_do_not_wait(tmp_path, monkeypatch):
             return True
 
     with ThreadPoolExecutor(1) as threads, in_turn("load"):
-        assert threads.submit(enter).result(timeout=10)
+        assert threads.submit(enter).result(timeout=60)
 
 
 def _locks(folder: Path) -> str:

@@ -126,7 +126,7 @@ async def test_an_engine_that_dies_while_it_takes_the_newest_weights_ends_its_ac
     actor._store.newest = KeptWeights()
     with pytest.raises(EngineDead):
         await actor.ready()
-    await asyncio.wait_for(ended.wait(), timeout=5)
+    await asyncio.wait_for(ended.wait(), timeout=60)
 
 
 async def test_an_engine_that_starts_again_while_the_learner_has_the_gpu_is_loaded_when_it_is_woken(actor, monkeypatch):

@@ -219,4 +219,4 @@ async def test_closing_closes_the_connections():
         await client.request("GET", "x")
         assert not ended.is_set()
         await client.close()
-        await asyncio.wait_for(ended.wait(), 5)
+        await asyncio.wait_for(ended.wait(), 60)

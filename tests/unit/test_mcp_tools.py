@@ -152,9 +152,9 @@ async def test_half_a_character_in_a_call_reaches_the_server_as_a_replacement():
 
 
 async def test_a_server_that_hangs_is_a_fault(url):
-    tools = toolbox(url, timeout_s=0.5)
+    tool = mcp_tools.McpTool(name="hangs", description="", parameters={}, server=McpServer(url=url, timeout_s=0.5))
     with pytest.raises(McpUnavailable, match=r"within 0\.5 s"):
-        await use(tools, "hangs")
+        await tool.call({})
 
 
 async def test_a_server_that_is_gone_is_a_fault_and_at_the_start_a_sentence():
@@ -257,9 +257,9 @@ async def process_of(tools: Toolbox) -> int:
 
 
 def has_ended(process: int) -> bool:
-    """Whether the process ends within seconds."""
+    """Whether the process ends long before it would by itself."""
     try:
-        psutil.Process(process).wait(timeout=10)
+        psutil.Process(process).wait(timeout=30)
     except psutil.NoSuchProcess:
         return True
     except psutil.TimeoutExpired:

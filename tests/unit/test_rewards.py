@@ -289,7 +289,7 @@ def test_recall_adds_to_an_end_to_end_reward():
     ],
     ids=["digits in call", "deep call", "digits", "surrogates", "braces", "calls", "thoughts", "megabytes"],
 )
-@pytest.mark.timeout(20)
+@pytest.mark.timeout(120)
 def test_hostile_messages_are_scored_quickly_and_never_raise(text):
     assert 0 <= earned(text, ["Nile"]).reward <= 1
 
