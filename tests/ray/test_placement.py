@@ -19,6 +19,7 @@ import ray
 
 from mempipe.actors import launch as launching
 from mempipe.actors import reservation
+from mempipe.actors.cluster import _start_node
 from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import Roles, launch, learner_settings
 from mempipe.actors.standing import StandingActors, launch_rollout_actors
@@ -98,15 +99,9 @@ class Stub:
 def gpu_cluster() -> Iterator[None]:
     """One node that declares eight GPUs."""
     os.environ.update(EVERY_PROCESS)
-    ray.init(
-        num_gpus=NUM_GPUS,
-        num_cpus=4,
-        include_dashboard=False,
-        _node_ip_address="127.0.0.1",
-        namespace="placement",
-        log_to_driver=False,
-        object_store_memory=256 * 2**20,
-    )
+    options = {"num_gpus": NUM_GPUS, "num_cpus": 4, "object_store_memory": 256 * 2**20, "namespace": "placement"}
+    options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "log_to_driver": False}
+    _start_node(options)  # and again where the machine is so busy that Ray gives the first one up
     yield
     ray.shutdown()
 
