@@ -54,7 +54,7 @@ NOISE = 0.01
 NEW = "new/"
 """How the ids of the other index's passages begin."""
 REST_S = 2.0
-"""Time between two upgrades."""
+"""Time before and after each upgrade."""
 STATUS_EVERY_S = 1.0
 CONFIG = ROOT / "jobs" / "configs" / "agent_service.yaml"
 
@@ -148,7 +148,10 @@ def upgraded(
     num_requests: int,
     num_clients: int,
 ) -> Seen:
-    """Calls one upgrade after the other while clients ask; ends after both. `questions` are texts and partitions."""
+    """Calls one upgrade after the other while clients ask; ends after both. `questions` are texts and partitions.
+
+    Before and after each upgrade the clients ask in every way.
+    """
     seen, over, lock, numbers = Seen(), threading.Event(), threading.Lock(), itertools.count()
 
     def client() -> None:
@@ -168,13 +171,20 @@ def upgraded(
                 for result in asking.told:
                     seen.note_tool(result, question=text, partition=partition)
 
+    def rest() -> None:
+        time.sleep(REST_S)
+        # Those that may have begun before, and one of each way.
+        enough = seen.statuses.total() + num_clients + len(WAYS)
+        while seen.statuses.total() < enough and not any(each.done() for each in working):
+            time.sleep(0.01)
+
     with ThreadPoolExecutor(num_clients) as pool:
         working = [pool.submit(client) for _ in range(num_clients)]
         try:
             for upgrade in upgrades:
-                time.sleep(REST_S)
+                rest()
                 upgrade()
-            time.sleep(REST_S)
+                rest()
         finally:
             over.set()
         for each in working:
