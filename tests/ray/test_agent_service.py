@@ -201,7 +201,8 @@ def running(world: RunConfig, finished: Path, tmp_path_factory) -> Iterator[Runn
     held_out = read_questions(world.data.validation)
     questions = [question for question in held_out if question.partition == main_partition(held_out)]
     environment = patch.dict(os.environ, RAY_metrics_report_interval_ms="1000")
-    with environment, served_agent(settings, host="127.0.0.1", port=free_ports(1)[0]) as (url, local):
+    serving = served_agent(settings, host="127.0.0.1", port=free_ports(1)[0], finishes=False)  # nobody asks at the end
+    with environment, serving as (url, local):
         service = Running(url, local, settings, finished, questions)
         config = resolve(parse_section(settings, AgentServiceConfig)).main
         engines = f"generator-{weights_version(str(finished / 'huggingface'))}"
@@ -566,9 +567,10 @@ def test_new_weights_take_over_without_a_failed_request(running):
     assert running.local.reload() == new  # nothing to do
 
 
-def test_an_upgrade_of_agent_and_index_refuses_nobody_and_mixes_nothing(running, world, tmp_path):
+def test_an_upgrade_of_agent_and_index_refuses_nobody_and_mixes_nothing(running, world, tmp_path, monkeypatch):
     """Last: afterwards another index is served. `python -m benchmarks.upgrade` makes one after the other, with many
     requests."""
+    monkeypatch.setattr("benchmarks.upgrade.REST_S", 0.0)
     until_ready(running)
     partition = running.questions[0].partition
     index = other_index(world.retrieval.index, {partition}, to=tmp_path / "index")
