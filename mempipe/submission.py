@@ -169,15 +169,13 @@ def checked_job(path: str, overrides: Sequence[str] = (), *, resume: Resume = "n
     check_place(path, config, resume=resume)
     folder = Path.cwd()
     _check_places(config, folder)
-    findings = _fatal_findings(kind, config, resume)
-    unchecked = [finding.text for finding in findings if _is_elsewhere(finding)]
-    refuse(finding for finding in findings if not _is_elsewhere(finding))
+    unchecked = _check(kind, config, resume)
     command = ["run"] if kind not in BUILT_IN.values() else kind.command.split()[1:]
     return Job(
         folder=folder,
         command=tuple(command),
         entrypoint=_entrypoint(command, Path(path), folder, [*overrides, *_RESUME_FLAG[resume]]),
-        unchecked=tuple(map(without_passwords, unchecked)),
+        unchecked=unchecked,
     )
 
 
@@ -192,10 +190,7 @@ def is_service(path: str) -> bool:
 def checked_service(path: str) -> tuple[str, ...]:
     """Makes the checks of the service that a Ray Serve config deploys; returns the findings about paths that only the
     cluster may have. Raises ConfigError for everything else that is wrong."""
-    kind, config = load_job(path)
-    findings = _fatal_findings(kind, config, "never")
-    refuse(finding for finding in findings if not _is_elsewhere(finding))
-    return tuple(without_passwords(finding.text) for finding in findings)
+    return _check(*load_job(path), "never")
 
 
 def _check_places(config: Section, folder: Path) -> None:
@@ -240,13 +235,16 @@ def _texts(value: object, name: str = "") -> Iterator[tuple[str, str]]:
             yield from _texts(each, name)
 
 
-def _fatal_findings(kind: JobKind, config: Section, resume: Resume) -> list[Finding]:
-    """Returns the fatal findings of a kind's checks; devices are left to the cluster."""
+def _check(kind: JobKind, config: Section, resume: Resume) -> tuple[str, ...]:
+    """Makes the checks of a kind, and leaves devices to the cluster. Returns the findings about paths that only the
+    cluster may have. Raises ConfigError for everything else that is wrong."""
     with _as_in_a_job():
         try:
-            return [finding for finding in kind.findings(config, resume=resume) if finding.fatal]
+            findings = [finding for finding in kind.findings(config, resume=resume) if finding.fatal]
         except ConfigError as error:
-            return [refused(error)]
+            findings = [refused(error)]
+    refuse(finding for finding in findings if not _is_elsewhere(finding))
+    return tuple(without_passwords(finding.text) for finding in findings if _is_elsewhere(finding))
 
 
 @contextmanager
