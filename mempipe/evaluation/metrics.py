@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from mempipe.rl import rewards
-from mempipe.rl.rewards import answer_f1, exact_match, f1_text, normalize_answer, split_answers
+from mempipe.rl.rewards import answer_f1, as_list, exact_match, f1_text, normalize_answer, split_answers
 from mempipe.text import split_words
 from mempipe.types import EndReason, Question, Trajectory
 
@@ -35,14 +35,14 @@ def precision(prediction: str, golden_answers: Sequence[str]) -> float:
     """Best share of the prediction's words that a gold has: FlashRAG's precision, reported with f1 in MemSearcher's
     evaluation.
     """
-    return max((_shared(prediction, gold)[0] for gold in _as_list(golden_answers)), default=0.0)
+    return max((_shared(prediction, gold)[0] for gold in as_list(golden_answers)), default=0.0)
 
 
 def recall(prediction: str, golden_answers: Sequence[str]) -> float:
     """Best share of a gold's words that the prediction has: FlashRAG's recall, reported with f1 in MemSearcher's
     evaluation.
     """
-    return max((_shared(prediction, gold)[1] for gold in _as_list(golden_answers)), default=0.0)
+    return max((_shared(prediction, gold)[1] for gold in as_list(golden_answers)), default=0.0)
 
 
 def acc(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -54,7 +54,7 @@ def acc(prediction: str, golden_answers: Sequence[str]) -> float:
     """
     predicted = normalize_answer(prediction)
     return float(
-        any(gold in predicted if gold else not predicted for gold in map(normalize_answer, _as_list(golden_answers)))
+        any(gold in predicted if gold else not predicted for gold in map(normalize_answer, as_list(golden_answers)))
     )
 
 
@@ -66,9 +66,7 @@ def sub_em_two_way(prediction: str, golden_answers: Sequence[str]) -> float:
     for anything.
     """
     predicted = normalize_answer(prediction)
-    return float(
-        any(gold in predicted or predicted in gold for gold in map(normalize_answer, _as_list(golden_answers)))
-    )
+    return float(any(gold in predicted or predicted in gold for gold in map(normalize_answer, as_list(golden_answers))))
 
 
 def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -123,8 +121,3 @@ def _shared(prediction: str, gold: str) -> tuple[float, float]:
     predicted, expected = split_words(f1_text(prediction)), split_words(f1_text(gold))
     shared = (Counter(predicted) & Counter(expected)).total()
     return shared / len(predicted), shared / len(expected)
-
-
-def _as_list(golden_answers: Sequence[str]) -> Sequence[str]:
-    """Returns a single gold that is given as a string as a list of one."""
-    return [golden_answers] if isinstance(golden_answers, str) else golden_answers

@@ -125,13 +125,13 @@ def answer_f1(prediction: str, golden_answers: Sequence[str]) -> float:
     "yes", "no" and "noanswer" are whole answers: they count only when both sides are the same. An answer that only
     articles make up, such as the letter A of a multiple choice, keeps them.
     """
-    return max((_f1(f1_text(prediction), f1_text(gold)) for gold in _as_list(golden_answers)), default=0.0)
+    return max((_f1(f1_text(prediction), f1_text(gold)) for gold in as_list(golden_answers)), default=0.0)
 
 
 def exact_match(prediction: str, golden_answers: Sequence[str]) -> float:
     """Returns 1.0 when the normalised prediction is one of the normalised golds, else 0.0."""
     normalized = normalize_answer(prediction)
-    return float(any(normalized == normalize_answer(gold) for gold in _as_list(golden_answers)))
+    return float(any(normalized == normalize_answer(gold) for gold in as_list(golden_answers)))
 
 
 def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
@@ -141,7 +141,7 @@ def math_match(prediction: str, golden_answers: Sequence[str]) -> float:
     Spaces, units and LaTeX variants do not count; articles and punctuation do.
     """
     form = _math_form(prediction)
-    return float(any(form == _math_form(gold) for gold in _as_list(golden_answers)))
+    return float(any(form == _math_form(gold) for gold in as_list(golden_answers)))
 
 
 def normalize_answer(text: str) -> str:
@@ -210,7 +210,7 @@ def _answer_and_form(em: float, golds: Sequence[Sequence[str]], message: str, co
     if not in_form:
         return config.attempt_score
     found = normalize_answer(" ".join(re.findall("<information>(.*?)</information>", message, flags=re.DOTALL)))
-    hit = any(normalize_answer(gold) in found for options in golds for gold in _as_list(options))
+    hit = any(normalize_answer(gold) in found for options in golds for gold in as_list(options))
     return config.structure_score + config.retrieval_score * hit
 
 
@@ -239,6 +239,6 @@ def _f1(prediction: str, gold: str) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
-def _as_list(golden_answers: Sequence[str]) -> Sequence[str]:
+def as_list(golden_answers: Sequence[str]) -> Sequence[str]:
     """Makes a list of a single gold that is given as a string: it is one answer, not its letters."""
     return [golden_answers] if isinstance(golden_answers, str) else golden_answers
