@@ -337,14 +337,10 @@ class RunConfig(Section):
         agent = info.data.get("agent")
         if agent is None:  # was refused
             return Budget()
-        if isinstance(
-            value, Budget
-        ):  # the default, or the budget of another agent: the keys that are set and have a meaning here
-            kind = agent_spec(agent.name).budget
-            value = {
-                name: given for name, given in value.model_dump(exclude_unset=True).items() if name in kind.model_fields
-            }
-        return agent_spec(agent.name).budget.model_validate(value)
+        kind = agent_spec(agent.name).budget
+        if isinstance(value, Budget):  # the default, or that of another agent: the set keys that have a meaning here
+            value = value.model_dump(exclude_unset=True, include=set(kind.model_fields))
+        return kind.model_validate(value)
 
     @model_validator(mode="after")
     def _settings_agree(self) -> RunConfig:
