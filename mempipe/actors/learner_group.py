@@ -346,7 +346,7 @@ def _interface(address: str) -> str | None:
 
 
 def _check_alive(engines: Sequence[Handle], phase: str) -> None:
-    """Raises LearnerLost when a rank has died; a busy rank is not an error."""
+    """Raises LearnerLost when an engine has died; a busy one is not an error."""
     for engine in engines:
         try:
             ray.get(engine.ready.remote(), timeout=WATCH_S)
