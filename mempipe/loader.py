@@ -231,10 +231,8 @@ def _sentence(error: Any, kind: type[Section], values: dict[str, Any]) -> str:
     if error["type"] == "extra_forbidden":
         return _unknown(where, kind, values)
     if error["type"] == "value_error":
-        message = str(error["ctx"]["error"])
-        return (
-            message if where.rpartition(".")[2] in message else f"{where}: {message}"
-        )  # most name their setting themselves
+        message = str(error["ctx"]["error"])  # most name their setting themselves
+        return message if where.rpartition(".")[2] in message else f"{where}: {message}"
     if error["type"] == "missing":
         return f"{where} is missing"
     if error["type"] == "model_type":

@@ -165,10 +165,9 @@ class Run:
         return f"{names} {'is' if len(paths) == 1 else 'are'} now in {attempts / str(number)}"
 
     def restart_at(self, step: int, *, num_updates: int = 0) -> str:
-        """Resumes from the checkpoint of `step`, or of `num_updates`
-        after it: sets aside the results of newer policies,
-        which do not exist any more. Returns a line that says so, and which steps are trained again; "" where there is
-        nothing to say.
+        """Resumes from the checkpoint of `step`, or of `num_updates` after it: sets aside the results of newer
+        policies, which do not exist any more. Returns a line that says so, and which steps are trained again; "" where
+        there is nothing to say.
 
         Raises ConfigError when the run would begin at zero although its checkpoints had been written.
         """

@@ -58,9 +58,7 @@ class Pool:
             except (RayActorError, InfrastructureFault) as error:
                 self.num_retries += 1
                 self._rests_until[i] = time.monotonic() + REST_S
-                if isinstance(
-                    error, ActorDiedError
-                ):  # Ray does not restart it; an actor that restarts is "unavailable"
+                if isinstance(error, ActorDiedError):  # Ray does not restart it; one that restarts is "unavailable"
                     self._gone[i] = True
                     if all(self._gone):
                         raise RoleLost(f"every {self._role} died: {one_line(error)}") from error

@@ -112,10 +112,11 @@ def _rows(folder: str, agent: dict[str, Any], config: RunConfig) -> list[dict[st
     start, made = Path(folder) / "warm_start", Path(folder) / "model"
     if start.is_dir():
         rows.append({**agent, "name": "warm start", "checkpoint": str(start)})
-    elif "config" in agent and (
-        untrained := section_values(load_values(Path(folder) / "config.yaml"), "model").get("path")
-    ):  # the config names a model that the run made as it was when the run began: the run may have been moved since
-        rows.append({**agent, "name": "untrained", "checkpoint": str(made) if made.is_dir() else untrained})
+    elif "config" in agent:
+        # A config names a model that the run made as it was when the run began: the run may have been moved since.
+        named = section_values(load_values(Path(folder) / "config.yaml"), "model").get("path")
+        if named:
+            rows.append({**agent, "name": "untrained", "checkpoint": str(made) if made.is_dir() else named})
     if isinstance(config.budget, MemoryBudget):
         rows.append({**agent, "name": "no memory", "control": "no_memory"})
     if config.agent_spec.searches:
