@@ -37,45 +37,11 @@ _WORD = re.compile(rf"[^\s{UNSPACED}]+|[{UNSPACED}]")
 _WITHOUT_SPACE = re.compile(f"[{UNSPACED}]")
 _OPENED = re.compile(r"(?:^|\s)[\"'(\[“‘]$")
 _LONGEST_WORD = 64
-_ABBREVIATIONS = frozenset(
-    [
-        "mr",
-        "mrs",
-        "ms",
-        "dr",
-        "st",
-        "jr",
-        "sr",
-        "prof",
-        "gen",
-        "col",
-        "lt",
-        "sgt",
-        "rev",
-        "hon",
-        "no",
-        "vs",
-        "ca",
-        "c",
-        "b",
-        "d",
-        "inc",
-        "ltd",
-        "co",
-        "corp",
-        "u.s",
-        "u.k",
-        "e.g",
-        "i.e",
-        "ул",  # Russian: street, named after, saint, professor, academician, general, see
-        "им",
-        "св",
-        "проф",
-        "акад",
-        "ген",
-        "см",
-    ]
-)
+_ABBREVIATIONS = frozenset([
+    "mr", "mrs", "ms", "dr", "st", "jr", "sr", "prof", "gen", "col", "lt", "sgt", "rev", "hon", "no", "vs", "ca", "c",
+    "b", "d", "inc", "ltd", "co", "corp", "u.s", "u.k", "e.g", "i.e",
+    "ул", "им", "св", "проф", "акад", "ген", "см",  # Russian: street, named after, saint, professor, ..., see
+])  # fmt: skip
 _SENTENCE_END = re.compile(r"[.!?][\"”’'»)\]]*\s+(?=[\"“„‘'«(\[]?([^\W_a-z]))")
 
 
