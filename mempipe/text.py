@@ -8,11 +8,12 @@ import bisect
 import difflib
 import functools
 import itertools
+import json
 import re
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, NoReturn, Protocol
 
 from mempipe.settings import ConfigError
 
@@ -86,9 +87,26 @@ def _run(text: str, found: Sequence[re.Match[str]]) -> str:
     return " ".join(text[found[0].start() : found[-1].end()].split())
 
 
+def until_first(text: str, ends: Iterable[str]) -> str:
+    """Returns the text before the first of `ends` in it; all of it where none occurs."""
+    return text[: min((place for end in ends if (place := text.find(end)) >= 0), default=len(text))]
+
+
 def replace_surrogates(text: str) -> str:
     """Returns the text with U+FFFD for every lone surrogate, so that it can be written as UTF-8."""
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
+
+
+def call_json(text: str) -> Any:
+    """Returns the value of a JSON text that a policy wrote, with U+FFFD for each half of a character, which no tool
+    could send on. Raises ValueError for another text, also for NaN and Infinity, and RecursionError.
+    """
+    value = json.loads(text, parse_constant=_refuse_constant)
+    return json.loads(replace_surrogates(json.dumps(value, ensure_ascii=False)))  # escapes can spell them
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
 
 
 def visible(text: str, *, without: re.Pattern[str] = _NOT_SEEN) -> str:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from mempipe.agents.tools import InvalidCall, Toolbox, ToolCall
-from mempipe.text import BOX
+from mempipe.text import BOX, until_first
 from mempipe.types import Completion, EndReason, SearchResult
 
 
@@ -222,8 +222,7 @@ def thought_of(text: str, *, actions: Sequence[str]) -> str:
         text = "<think>" + text
     if thoughts := _between(text, "think"):
         return "\n".join(thoughts)
-    places = [place for action in actions if (place := text.find(action)) >= 0]
-    return text[: min(places, default=len(text))].removeprefix("<think>").strip()
+    return until_first(text, actions).removeprefix("<think>").strip()
 
 
 def _between(text: str, tag: str) -> list[str]:

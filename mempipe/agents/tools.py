@@ -12,10 +12,10 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, NoReturn, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from mempipe.settings import ConfigError
-from mempipe.text import replace_surrogates
+from mempipe.text import call_json, replace_surrogates
 from mempipe.types import Passage, Question, ToolUse
 from mempipe.user_code import load_user_object, user_code
 
@@ -208,8 +208,7 @@ class Toolbox:
         the check of your own tool fails in another way.
         """
         try:
-            call = json.loads(text, parse_constant=_refuse_constant)
-            call = json.loads(replace_surrogates(json.dumps(call, ensure_ascii=False)))  # escapes can spell them
+            call = call_json(text)
         except (ValueError, RecursionError) as error:  # ValueError: also numbers of more digits than Python converts
             raise InvalidCall(f"the call is not JSON: {error}") from error
         tools = self._all
@@ -287,7 +286,3 @@ class ToolResult:
 
     passages: list[Passage] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")

@@ -12,6 +12,7 @@ from mempipe.answers.attempt_events import Event
 from mempipe.answers.replies import finish_reason, reasoning
 from mempipe.openai_api.chat_api import ChatChoice, ChatReply, ChatReplyMessage, ChatRequest, ChoiceLogprobs
 from mempipe.openai_api.chat_reading import Chat
+from mempipe.text import until_first
 
 
 class Chunks:
@@ -105,7 +106,7 @@ def _choices(reply: AnswerReply, read: Chat, stops: Sequence[str]) -> list[ChatC
     """Returns a choice for each attempt that the chat wants to see."""
     choices = list[ChatChoice]()
     for index, attempt in enumerate(reply.attempts[: read.num_choices]):
-        content, logprobs = _until(stops, attempt.answer or ""), attempt.logprobs
+        content, logprobs = until_first(attempt.answer or "", stops), attempt.logprobs
         choice = ChatChoice(
             index=index,
             message=ChatReplyMessage(content=content),
@@ -125,8 +126,3 @@ def _holding(content: str, tokens: Sequence[TokenLogprob]) -> list[TokenLogprob]
         kept.append(token)
         said += token.token
     return kept
-
-
-def _until(stops: Sequence[str], text: str) -> str:
-    """Returns the text before the first of `stops` in it."""
-    return text[: min([text.find(stop) for stop in stops if stop in text], default=len(text))]

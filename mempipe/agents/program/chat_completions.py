@@ -78,11 +78,6 @@ def read_request(request: Any, calls: Mapping[str, Calls]) -> ChatRequest:
     )
 
 
-def without_end(text: str, stop_texts: Sequence[str]) -> str:
-    """Returns the message up to the first of `stop_texts`, as the program reads it."""
-    return text[: min((place for stop in stop_texts if (place := text.find(stop)) >= 0), default=len(text))]
-
-
 def reply(
     number: int, text: str, calls: Mapping[str, Calls], *, cut_off: bool, num_prompt_tokens: int, num_sampled: int
 ) -> dict[str, Any]:

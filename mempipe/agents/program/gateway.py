@@ -9,12 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from mempipe.agents.program.chat_completions import ChatRequest, read_request, reply, without_end
+from mempipe.agents.program.chat_completions import ChatRequest, read_request, reply
 from mempipe.agents.program.memories import StatedMemories
 from mempipe.agents.program.rendering import ProgramRenderer, Refused, Said
 from mempipe.agents.program.tool_calls import Calls, calls_in
 from mempipe.agents.turn import Memory, Message, Turn, without_stop
-from mempipe.text import replace_surrogates
+from mempipe.text import replace_surrogates, until_first
 from mempipe.types import EndReason, Search
 
 MESSAGE_BREAK = "\n---\n"
@@ -147,7 +147,7 @@ class Gateway:
         turn.action += MESSAGE_BREAK * bool(turn.action) + message.text
         if message.breaks_roles:
             raise self._ended(EndReason.NO_ACTION, "the policy wrote a mark of its chat template")
-        text = without_end(message.text, request.stop_texts)
+        text = until_first(message.text, request.stop_texts)  # as the program reads it
         self._replies[text] = without_stop(turn.token_ids[num_prompt_tokens:], self.renderer)
         self._open.append(Open(turn, request.tools, [*request.messages, Said("assistant", text)]))
         found = calls_in(text, request.tools, self.renderer.parse_calls) if request.tools else None

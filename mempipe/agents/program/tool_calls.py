@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from mempipe.agents.protocol import (
     ChatTemplateError,
@@ -15,7 +15,7 @@ from mempipe.agents.protocol import (
     tool_call_texts,
     without_blocks,
 )
-from mempipe.text import replace_surrogates
+from mempipe.text import call_json, replace_surrogates
 
 HERMES = "hermes"
 CALL_TAG, RESULT_TAG = "tool_call", "tool_response"
@@ -88,14 +88,9 @@ def _hermes(text: str, tools: str) -> ParsedCalls:
 def _arguments(text: str) -> dict[str, Any]:
     """Returns the arguments of a call from their JSON. Raises UnreadableCall."""
     try:
-        arguments = json.loads(text, parse_constant=_refuse_constant)
-        arguments = json.loads(replace_surrogates(json.dumps(arguments, ensure_ascii=False)))  # escapes can spell them
+        arguments = call_json(text)
     except (ValueError, RecursionError) as error:
         raise UnreadableCall(str(error)) from error
     if not isinstance(arguments, dict):
         raise UnreadableCall("the arguments of a call are a JSON object")
     return arguments
-
-
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
