@@ -143,11 +143,8 @@ def packed_attention(
     rows = [tensor[0].transpose(0, 1) for tensor in (query, key, value)]  # [T, H, D]
     if sliding_window is not None and sliding_window >= layout.max_length:
         sliding_window = None
-    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16):
-        output = _varlen(*rows, layout=layout, scaling=scaling, sliding_window=sliding_window)
-    else:
-        output = _padded(*rows, layout=layout, scaling=scaling, sliding_window=sliding_window)
-    return output.unsqueeze(0), None
+    attend = _varlen if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) else _padded
+    return attend(*rows, layout=layout, scaling=scaling, sliding_window=sliding_window).unsqueeze(0), None
 
 
 def _varlen(
