@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from pydantic import Field, PositiveInt, field_validator, model_validator
 
-from mempipe.agents.budget import MemoryBudget
+from mempipe.agents.budget import Budget, MemoryBudget
 from mempipe.agents.registry import agent_spec
 from mempipe.config import DEFAULT_AGENT, RunConfig
 from mempipe.evaluation.results import SETTINGS, read_result_state
@@ -253,13 +253,15 @@ def _trial(sweep: SweepConfig, run: EvaluatedRun, tokens: int | None, seed: int,
     suite |= {"name": name, "output": str(sweep.folder / "trials"), "seed": seed, "tracking": tracking}
     if not sweep.train:
         suite["runs"] = [run.model_copy(update={"settings": merged(run.settings, changes)}).model_dump()]
-        return _checked(Trial(memory_tokens=tokens, training=None, suite=_suite(suite)))
+        trial = Trial(memory_tokens=tokens, training=None, suite=parse_section(suite, EvaluationSuite))
+        resolve_run(trial.suite, trial.suite.runs[0])  # raises ConfigError for a config that does not allow the budget
+        return trial
     training, is_mixed = _training(sweep, run, name, changes, seed, tracking)
     suite["runs"] = [{"name": run.name, "config": str(training.folder), "settings": changes if is_mixed else {}}]
     suite["benchmarks"] = [
         benchmark | {"file": benchmark["file"].replace(RUN, str(training.folder))} for benchmark in suite["benchmarks"]
     ]
-    return Trial(memory_tokens=tokens, training=training, suite=_suite(suite))
+    return Trial(memory_tokens=tokens, training=training, suite=parse_section(suite, EvaluationSuite))
 
 
 def _training(
@@ -282,10 +284,9 @@ def _training(
 
 def _limits(run: EvaluatedRun, tokens: int) -> dict[str, int]:
     """Returns the limits of a trial that the budget decides; the run's settings decide the ones that they state."""
-    values = merged(run_values(run), run.settings)
-    spec = agent_spec(section_values(values, "agent").get("name", DEFAULT_AGENT))
+    kind, named = _named_limits(run)
     try:
-        budget = parse_section(section_values(values, "budget"), spec.budget)
+        budget = parse_section(named, kind)
     except ConfigError:  # the trial's config is refused with the reason, unless the budget mends it
         return {"memory_tokens": tokens}
     if not isinstance(budget, MemoryBudget):  # of a user-defined agent
@@ -293,23 +294,16 @@ def _limits(run: EvaluatedRun, tokens: int) -> dict[str, int]:
     return budget.under(tokens, fixed=section_values(run.settings, "budget"))
 
 
-def _suite(values: dict[str, Any]) -> EvaluationSuite:
-    return parse_section(values, EvaluationSuite)
-
-
-def _checked(trial: Trial) -> Trial:
-    """Returns the trial whose run's config can be read and allows its budget."""
-    resolve_run(trial.suite, trial.suite.runs[0])
-    return trial
-
-
 def _has_memory_budget(run: EvaluatedRun) -> bool:
     if run.control is not None:
         return False
+    kind, named = _named_limits(run)
+    field = kind.model_fields.get("memory_tokens")
+    return field is not None and named.get("memory_tokens", field.default) is not None
+
+
+def _named_limits(run: EvaluatedRun) -> tuple[type[Budget], dict[str, Any]]:
+    """Returns the kind of limits that the agent has, and those that its config and settings name."""
     values = merged(run_values(run), run.settings)
-    budget = agent_spec(section_values(values, "agent").get("name", DEFAULT_AGENT)).budget
-    if "memory_tokens" not in budget.model_fields:
-        return False
-    return (
-        section_values(values, "budget").get("memory_tokens", budget.model_fields["memory_tokens"].default) is not None
-    )
+    kind = agent_spec(section_values(values, "agent").get("name", DEFAULT_AGENT)).budget
+    return kind, section_values(values, "budget")
