@@ -141,7 +141,7 @@ def chain_runs(chain: ChainConfig, tracking: TrackingConfig | None = None) -> li
     """
     names = list(chain.stages)
     before: dict[str, str] = {}
-    runs = [_run(chain, name, name, model={}, tracking=tracking) for name in names[:1]]
+    runs = [_run(chain, names[0], names[0], model={}, tracking=tracking)]
     for name in names[1:]:
         runs.append(_run(chain, name, name, model=_export_of(runs[-1]), tracking=tracking))
     _check_layout({f"stages: {run.name}": run for run in runs})
