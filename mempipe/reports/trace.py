@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mempipe.reports.examples import choose_examples, golden_text
+from mempipe.reports.pages import cut
 from mempipe.reports.steps import UNKNOWN_AGENT, ActionText, shown_contexts
 from mempipe.reports.traced import Traced, phases_of
 from mempipe.settings import ConfigError
@@ -78,8 +79,8 @@ def trajectory_lines(question: Question, trajectory: Trajectory, *, text: Action
                 lines += [f"    passage  {_one_line(f'[{p.title}] {p.text}')}" for p in search.passages]
         is_shown = context.memory_after == context.action  # where the message is the memory
         if text.wrote_memory(trajectory, shown.index) and not is_shown:
-            cut = " (cut to its budget)" if context.memory_truncated else ""
-            lines.append(f"    wrote    {context.memory_after or '(nothing)'}{cut}")
+            truncated = " (cut to its budget)" if context.memory_truncated else ""
+            lines.append(f"    wrote    {context.memory_after or '(nothing)'}{truncated}")
     for recall in trajectory.recalls:
         asked = f"memory {recall.step} for {recall.target[0]!r} of chunk {recall.chunk + 1}"
         lines.append(f"  recall    {asked}: {recall.answer!r}, {'right' if recall.score else 'wrong'}")
@@ -105,5 +106,4 @@ def _group(traced: Traced) -> Group:
 
 
 def _one_line(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= SNIPPET else text[: SNIPPET - 1] + "…"
+    return cut(" ".join(text.split()), SNIPPET)
