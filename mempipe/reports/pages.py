@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import re
 from dataclasses import dataclass
 from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -27,6 +30,13 @@ class Tile:
 def render(template: str, **values: Any) -> str:
     """Returns `templates/TEMPLATE` filled with `values`. Raises UndefinedError for a name without a value."""
     return _environment().get_template(template).render(values)
+
+
+def page_script(name: str) -> dict[str, str]:
+    """Returns `templates/NAME` and its hash, as the template of a page takes them that runs this script alone."""
+    script = files("mempipe.reports").joinpath(f"templates/{name}").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return {"script": Markup(script), "script_hash": digest}
 
 
 def cut(text: str, max_chars: int) -> str:

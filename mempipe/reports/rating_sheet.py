@@ -4,21 +4,17 @@ spreadsheet.
 
 from __future__ import annotations
 
-import base64
 import csv
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
-from importlib.resources import files
 from pathlib import Path
-
-from markupsafe import Markup
 
 from mempipe.evaluation.memory_quality import MemoryQuality, turn_qualities
 from mempipe.evaluation.ratings import RATINGS
 from mempipe.facts import is_memory_turn
 from mempipe.reports.examples import golden_text
-from mempipe.reports.pages import render
+from mempipe.reports.pages import page_script, render
 from mempipe.reports.traced import Traced
 from mempipe.settings import ConfigError
 from mempipe.storage.files import whole_file, write_text
@@ -104,7 +100,6 @@ def _write_csv(path: Path, rows: Sequence[dict[str, str]]) -> None:
 
 
 def _page(turns: Sequence[tuple[Traced, int]], *, title: str, file: str) -> str:
-    script = files("mempipe.reports").joinpath("templates/rating.js").read_text(encoding="utf-8")
     shown = [
         {
             "row": (row := _row(traced, index)),
@@ -119,8 +114,7 @@ def _page(turns: Sequence[tuple[Traced, int]], *, title: str, file: str) -> str:
         title=title,
         ratings=RATINGS,
         data={"sheet": sheet, "file": file, "ratings": [*RATINGS], "turns": shown},
-        script=Markup(script),
-        script_hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode(),
+        **page_script("rating.js"),
     )
 
 

@@ -5,18 +5,13 @@ Only its own script runs: the page's policy names the script's hash, and the scr
 
 from __future__ import annotations
 
-import base64
-import hashlib
 from collections.abc import Sequence
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
-
 from mempipe.facts import FactState, fact_states, finds, places_by_objective
 from mempipe.reports.examples import golden_text, verdict
-from mempipe.reports.pages import cut, render
+from mempipe.reports.pages import cut, page_script, render
 from mempipe.reports.steps import ShownContext, shown_contexts
 from mempipe.reports.traced import Traced
 from mempipe.storage.files import write_text
@@ -31,15 +26,12 @@ _MAX_CHUNK_CHARS = 2_000
 def write_viewer(path: Path, traced: Sequence[Traced], *, title: str) -> int:
     """Writes the page, atomically, with the first `MAX_TRAJECTORIES`. Returns the number of trajectories."""
     shown = traced[:MAX_TRAJECTORIES]
-    script = files("mempipe.reports").joinpath("templates/trace.js").read_text(encoding="utf-8")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     page = render(
         "trace.html",
         title=title,
         num_left_out=len(traced) - len(shown),
         data=viewer_data(shown),
-        script=Markup(script),
-        script_hash=digest,
+        **page_script("trace.js"),
     )
     write_text(path, page)
     return len(shown)
