@@ -9,11 +9,10 @@ from statistics import fmean
 from mempipe.evaluation.causes import Cause
 from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval
-from mempipe.reports.charts import Figure, Key, Series, line_chart, percent
+from mempipe.reports.charts import Figure, Key, Series, line_chart, percent, style_of
 from mempipe.studies.budgets import BudgetCurve, BudgetStudy, StudyPart, hops_label
 from mempipe.studies.measured import tokens_per_attempt
 
-_NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _WHISKERS = "Whiskers are 95 % intervals over questions."
 
 
@@ -24,7 +23,7 @@ def score_by_part(study: BudgetStudy) -> Figure:
     lines, keys = [], []
     for part, dashed in [*((part, "") for part in parts), (study.whole, " dashed")]:
         for curve in part.curves:
-            style = _style(len(lines)) + dashed
+            style = style_of(len(lines)) + dashed
             lines.append(_series([(float(each.memory_tokens), each.measured.score) for each in curve.points], style))
             keys.append(Key(style=style, label=f"{curve.agent}, {part.label}"))
     title = f"{study.metric} by memory budget and part"
@@ -38,12 +37,12 @@ def score_by_budget(study: BudgetStudy, part: StudyPart) -> Figure:
     lines, keys = [], []
     for index, curve in enumerate(part.curves):
         places = [(float(point.memory_tokens), point.measured.score) for point in curve.points]
-        lines.append(_series(places, _style(index)))
-        keys.append(Key(style=_style(index), label=curve.agent))
+        lines.append(_series(places, style_of(index)))
+        keys.append(Key(style=style_of(index), label=curve.agent))
     for index, reference in enumerate(part.references, start=len(part.curves)):
         ends = [(float(tokens), reference.measured.score.value) for tokens in (min(budgets), max(budgets))]
-        lines.append(Series(label="", style=f"{_style(index)} dashed", points=ends))
-        keys.append(Key(style=_style(index), label=reference.agent, value="no budget"))
+        lines.append(Series(label="", style=f"{style_of(index)} dashed", points=ends))
+        keys.append(Key(style=style_of(index), label=reference.agent, value="no budget"))
     title = f"{study.metric} by memory budget{_of(study, part)}"
     chart = line_chart(lines, title=title, x_label="tokens of the memory", y_format=percent)
     return Figure(title=title, chart=chart, keys=keys, caption=_WHISKERS)
@@ -54,12 +53,12 @@ def score_by_tokens(study: BudgetStudy, part: StudyPart) -> Figure:
     lines, keys = [], []
     for index, curve in enumerate(part.curves):
         places = [(point.measured.tokens_per_question, point.measured.score) for point in curve.points]
-        lines.append(_series(sorted(places, key=lambda place: place[0]), _style(index)))
-        keys.append(Key(style=_style(index), label=curve.agent))
+        lines.append(_series(sorted(places, key=lambda place: place[0]), style_of(index)))
+        keys.append(Key(style=style_of(index), label=curve.agent))
     for index, reference in enumerate(part.references, start=len(part.curves)):
         place = (reference.measured.tokens_per_question, reference.measured.score)
-        lines.append(_series([place], _style(index)))
-        keys.append(Key(style=_style(index), label=reference.agent, value="no budget"))
+        lines.append(_series([place], style_of(index)))
+        keys.append(Key(style=style_of(index), label=reference.agent, value="no budget"))
     title = f"{study.metric} by tokens per question{_of(study, part)}"
     chart = line_chart(lines, title=title, x_label="tokens read and written", y_format=percent)
     return Figure(title=title, chart=chart, keys=keys, caption="A point is a memory budget.")
@@ -117,8 +116,8 @@ def _causes_figure(title: str, asked: Mapping[int, Sequence[ResultRow]]) -> Figu
         }
         if any(shares.values()):
             points = [(float(tokens), share) for tokens, share in shares.items()]
-            series.append(Series(label="", style=_style(index), points=points, markers=True))
-            keys.append(Key(style=_style(index), label=cause.replace("_", " ")))
+            series.append(Series(label="", style=style_of(index), points=points, markers=True))
+            keys.append(Key(style=style_of(index), label=cause.replace("_", " ")))
     if not series:
         return None
     chart = line_chart(series, title=title, x_label="tokens of the memory", y_format=percent)
@@ -127,7 +126,7 @@ def _causes_figure(title: str, asked: Mapping[int, Sequence[ResultRow]]) -> Figu
 
 
 def _hops_figure(title: str, lines: Mapping[int, Sequence[tuple[float, float]]], x_label: str) -> Figure:
-    styles = {hops: _style(index) for index, hops in enumerate(lines)}
+    styles = {hops: style_of(index) for index, hops in enumerate(lines)}
     series = [Series(label="", style=styles[hops], points=points, markers=True) for hops, points in lines.items()]
     keys = [Key(style=style, label=hops_label(hops)) for hops, style in styles.items()]
     chart = line_chart(series, title=title, x_label=x_label, y_format=percent)
@@ -146,7 +145,3 @@ def _series(places: Sequence[tuple[float, Interval]], style: str) -> Series:
         intervals=[(x, score.low, score.high) for x, score in places if score.is_bounded],
         markers=True,
     )
-
-
-def _style(number: int) -> str:
-    return f"part-{number % _NUM_STYLES}"

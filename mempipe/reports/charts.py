@@ -16,6 +16,7 @@ from typing import Any
 
 WIDE, SMALL, NARROW = (560, 300), (360, 210), (320, 260)  # width and height in px; the page scales them
 _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 14, 46
+_NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _SHARE_SIZE = (1000, 1)  # the page stretches it
 _CHAR_WIDTH, _VALUE_CHAR_WIDTH, _ROW = 6.8, 6.2, 16
 _OVERHANG = 2  # letters by which a word may be wider than its room before it is split
@@ -96,6 +97,11 @@ class BarGroup:
     label: str
     note: str = ""
     bars: Sequence[Bar | None] = field(default_factory=list)  # None keeps a place empty
+
+
+def style_of(number: int) -> str:
+    """Returns the class of the colour of the run or the line with that number."""
+    return f"part-{number % _NUM_STYLES}"
 
 
 def percent(value: float) -> str:

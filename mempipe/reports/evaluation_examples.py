@@ -8,7 +8,7 @@ from pathlib import Path
 from mempipe.config import RunConfig
 from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.results import ResultRow, read_groups
-from mempipe.reports.evaluation_figures import style_of
+from mempipe.reports.charts import style_of
 from mempipe.reports.examples import Example, facts_of, side
 from mempipe.reports.steps import ActionText
 from mempipe.types import Group

@@ -11,10 +11,10 @@ from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.results import ResultRow
 from mempipe.evaluation.statistics import Interval
 from mempipe.evaluation.table import ScoreTable
-from mempipe.reports.charts import Bar, BarGroup, Figure, Key, Series, bar_chart, line_chart
+from mempipe.reports.charts import Bar, BarGroup, Figure, Key, Series, bar_chart, line_chart, style_of
+from mempipe.studies.budgets import hops_label
 from mempipe.studies.suite_scores import METRIC, HopScores
 
-_NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _MIN_SHARE = 0.05  # of the attempts: a turn that hardly any reached is not drawn
 
 
@@ -39,7 +39,7 @@ def scores_by_hops(scores: Sequence[HopScores]) -> Figure | None:
         return None
     groups = [
         BarGroup(
-            label="1 hop" if each.hops == 1 else f"{each.hops} hops",
+            label=hops_label(each.hops),
             note=f"{each.num_questions} questions",
             bars=[_bar(interval, number) for number, interval in enumerate(each.by_run.values())],
         )
@@ -159,8 +159,3 @@ def _bar(interval: Interval | None, number: int) -> Bar | None:
         return None
     ends = {"low": interval.low, "high": interval.high} if interval.is_bounded else {}
     return Bar(value=interval.value, style=style_of(number), **ends)
-
-
-def style_of(number: int) -> str:
-    """Returns the class of the colour of the run with that number."""
-    return f"part-{number % _NUM_STYLES}"

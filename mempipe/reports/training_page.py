@@ -33,6 +33,7 @@ from mempipe.reports.examples import examples
 from mempipe.reports.next_steps import next_steps
 from mempipe.reports.pages import Tile, render
 from mempipe.reports.training_data import turn_name
+from mempipe.studies.budgets import hops_label
 from mempipe.types import EndReason, Group
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def _hops_chart(numbers: Numbers) -> Figure | None:
     asked = [re.fullmatch(r"num_questions_(\d+)_hops", name) for name in numbers]
     for hops in sorted(int(match[1]) for match in asked if match):
         note, bars = f"{numbers[f'num_questions_{hops}_hops']} questions", _pair(numbers, f"em_{hops}_hops")
-        groups.append(BarGroup(label="1 hop" if hops == 1 else f"{hops} hops", note=note, bars=bars))
+        groups.append(BarGroup(label=hops_label(hops), note=note, bars=bars))
     if not groups:
         return None
     chart = bar_chart(groups, title="Exact match by hops, before and after", y_max=1.0)
