@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from statistics import fmean, stdev
 from typing import Any
@@ -37,6 +37,10 @@ class Interval:
     @property
     def is_bounded(self) -> bool:
         return math.isfinite(self.low) and math.isfinite(self.high)
+
+    def as_json(self) -> dict[str, float | None]:
+        """Returns the numbers by name; None for an infinite one, which JSON does not have."""
+        return {name: number if math.isfinite(number) else None for name, number in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,6 @@ Every set and every number of hops has its own table, verdict and line. All of t
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -100,26 +99,19 @@ def _numbers(curve: BudgetCurve, point: BudgetPoint) -> dict[str, Any]:
     measured, test = point.measured, point.test
     return {
         "memory_tokens": point.memory_tokens,
-        "score": _ends(measured.score),
+        "score": measured.score.as_json(),
         "score_by_run": measured.by_seed,
-        "score_over_trainings": _ends(measured.over_trainings),
+        "score_over_trainings": measured.over_trainings and measured.over_trainings.as_json(),
         "tokens_per_question": measured.tokens_per_question,
         "seconds_per_question": measured.seconds_per_question,
         "largest_context": measured.largest_context,
         "verdict": None if test is None else str(curve.verdict(point)),
-        "difference": None if test is None else _ends(test.difference),
-        "difference_over_trainings": None if test is None else _ends(test.over_trainings),
+        "difference": None if test is None else test.difference.as_json(),
+        "difference_over_trainings": test and test.over_trainings and test.over_trainings.as_json(),
         "num_questions": None if test is None else test.num_questions,
         "power": None if test is None else test.power,
         "questions_needed": None if test is None else test.questions_needed,
     }
-
-
-def _ends(interval: Interval | None) -> dict[str, float | None] | None:
-    if interval is None:
-        return None
-    ends = {"low": interval.low, "high": interval.high}
-    return {"value": interval.value, **{name: end if math.isfinite(end) else None for name, end in ends.items()}}
 
 
 def budget_lines(study: BudgetStudy) -> list[str]:

@@ -5,10 +5,9 @@ a plot as SVG.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -337,13 +336,8 @@ def _cell(text: str) -> str:
     return " ".join(text.split())
 
 
-def _interval(interval: Interval) -> dict[str, float | None]:
-    """Returns an interval for JSON, which has no infinite numbers."""
-    return {name: end if math.isfinite(end) else None for name, end in asdict(interval).items()}
-
-
 def _turn(quality: TurnQuality) -> dict[str, Any]:
-    rates = {name: _interval(rate) | {"cases": quality.num_cases[name]} for name, rate in quality.rates.items()}
+    rates = {name: rate.as_json() | {"cases": quality.num_cases[name]} for name, rate in quality.rates.items()}
     return {"turns": quality.turns, "num_memories": quality.num_memories, "rates": rates}
 
 
@@ -371,7 +365,7 @@ def _json(suite: EvaluationSuite, scores: SuiteScores, facts: Mapping[str, Mappi
                     {
                         "name": row.name,
                         "published": row.published,
-                        "values": [_interval(value) if value else None for value in row.values],
+                        "values": [value.as_json() if value else None for value in row.values],
                     }
                     for row in table.rows
                 ],

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -63,15 +61,13 @@ def _sections(table: SeedTable) -> list[TableSection]:
     sections = [TableSection(title=f"{measured}, percent", lines=score_lines(means), published=published, note=note)]
     if table.differences:
         gains = score_lines(_scores(table, table.differences))
-        sections.append(
-            TableSection(title=f"{measured}, points gained", lines=gains, published=[], note=_DIFFERENCE_NOTE)
-        )
+        sections.append(TableSection(title=f"{measured}, points gained", lines=gains, note=_DIFFERENCE_NOTE))
     values = [["", *(f"seed {seed}" for seed in table.seeds), "over questions"]]
     for line, cells in {**table.rows, **table.differences}.items():
         last = cells[table.columns[-1]]
         values.append([line, *(f"{100 * value:.2f}" for value in last.by_seed), percent_text(last.questions)])
     title = f"{measured}, {table.columns[-1]}, by seed"
-    return [*sections, TableSection(title=title, lines=values, published=[], note=_VALUES_NOTE)]
+    return [*sections, TableSection(title=title, lines=values, note=_VALUES_NOTE)]
 
 
 def _scores(table: SeedTable, rows: Mapping[str, Mapping[str, SeedCell]]) -> ScoreTable:
@@ -97,8 +93,8 @@ def _json(table: SeedTable) -> dict[str, Any]:
                 column: {
                     "mean": cell.mean,
                     "by_seed": list(cell.by_seed),
-                    "questions": _ends(cell.questions),
-                    "trainings": _ends(cell.trainings),
+                    "questions": cell.questions.as_json(),
+                    "trainings": cell.trainings and cell.trainings.as_json(),
                 }
                 for column, cell in own.items()
             }
@@ -112,10 +108,3 @@ def _json(table: SeedTable) -> dict[str, Any]:
         "rows": cells(table.rows),
         "differences": cells(table.differences),
     }
-
-
-def _ends(interval: Interval | None) -> dict[str, float | None] | None:
-    """Returns an interval for JSON, which has no infinite numbers."""
-    if interval is None:
-        return None
-    return {name: end if math.isfinite(end) else None for name, end in asdict(interval).items()}
