@@ -88,12 +88,8 @@ def unused_settings(spec: AgentSpec) -> set[str]:
     return unused
 
 
-def _every(name: str) -> bool:
-    return True
-
-
 def _section_lines(
-    section: type[BaseModel], values: BaseModel, wanted: Wanted = _every, prefix: str = ""
+    section: type[BaseModel], values: BaseModel, wanted: Wanted = lambda name: True, prefix: str = ""
 ) -> Iterator[str]:
     """Yields every wanted setting below its documentation. Sections are indented. A section that is not set is
     commented out; a section without a wanted setting is omitted."""
