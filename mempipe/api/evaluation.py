@@ -15,7 +15,6 @@ from typing import Any
 
 import polars as pl
 
-from mempipe.agents.budget import MemoryBudget
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.api.agent import Agent, Source, load
 from mempipe.api.results import row_values
@@ -27,7 +26,7 @@ from mempipe.evaluation.clusters import question_clusters
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.results import ResultRow, result_row
 from mempipe.evaluation.statistics import Interval, paired_interval
-from mempipe.evaluation.suite import Bootstrap
+from mempipe.evaluation.suite import Bootstrap, check_control
 from mempipe.evaluation.table import score_interval
 from mempipe.faults import ServiceFault
 from mempipe.loader import parse_section
@@ -205,17 +204,6 @@ def played(
     growing = not config.has_memory
     rows = [result_row(group, growing=growing, prompt_hash=prompts) for group in groups]
     return Evaluation(name=agent.name, config=config, rows=rows, groups=groups)
-
-
-def check_control(control: Control | None, config: RunConfig) -> None:
-    """Raises ConfigError for a control that means nothing to the agent."""
-    name = config.agent.name
-    if control not in (None, "no_memory", "no_search"):
-        raise ConfigError(f"control is {control!r}; expected 'no_memory' or 'no_search'")
-    if control == "no_memory" and not isinstance(config.budget, MemoryBudget):
-        raise ConfigError(f"control is no_memory, but agent.name {name!r} writes no memory that could be emptied")
-    if control == "no_search" and not config.agent_spec.searches:
-        raise ConfigError(f"control is no_search, but agent.name {name!r} does not search")
 
 
 async def _groups(

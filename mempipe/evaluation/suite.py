@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -168,17 +168,20 @@ def resolve_run(suite: EvaluationSuite, run: EvaluatedRun) -> RunConfig:
             ray_address=suite.ray_address,
             ordered=False,
         )
-        _check_control(run, config)
+        check_control(run.control, config)
     except ConfigError as error:
         raise ConfigError(f"runs: {run.name}: {error}") from error
     return config
 
 
-def _check_control(run: EvaluatedRun, config: RunConfig) -> None:
+def check_control(control: Control | None, config: RunConfig) -> None:
+    """Raises ConfigError for a control that means nothing to the agent."""
     name = config.agent.name
-    if run.control == "no_memory" and not isinstance(config.budget, MemoryBudget):
+    if control not in (None, *get_args(Control)):
+        raise ConfigError(f"control is {control!r}; expected 'no_memory' or 'no_search'")
+    if control == "no_memory" and not isinstance(config.budget, MemoryBudget):
         raise ConfigError(f"control is no_memory, but agent.name {name!r} writes no memory that could be emptied")
-    if run.control == "no_search" and not config.agent_spec.searches:
+    if control == "no_search" and not config.agent_spec.searches:
         raise ConfigError(f"control is no_search, but agent.name {name!r} does not search")
 
 
