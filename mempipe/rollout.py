@@ -265,7 +265,7 @@ async def _gains(
     """
     if not question.golden_answers:
         return [None] * len(trajectories)
-    memories = [_last_memory(trajectory) for trajectory in trajectories]
+    memories = [trajectory.last_memory for trajectory in trajectories]
     asked = list(dict.fromkeys(["", *memories]))
     group_id = trajectories[0].group_id
     found = await asyncio.gather(*(gold_logprobs(question, memory, group_id=group_id) for memory in asked))
@@ -279,14 +279,6 @@ def _with_gain(trajectory: Trajectory, gain: float, config: RewardConfig) -> Tra
         reward=trajectory.reward + config.information_weight * gain,
         measures=[*trajectory.measures, Measure(name="information_gain", value=gain)],
     )
-
-
-def _last_memory(trajectory: Trajectory) -> str:
-    """Returns the memory that the attempt ended with; "" where it has no context."""
-    if not trajectory.contexts:
-        return ""
-    last = trajectory.contexts[-1]
-    return last.memory_after or last.memory_before
 
 
 def _with_recalls(trajectory: Trajectory, config: RewardConfig) -> Trajectory:

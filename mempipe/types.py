@@ -298,6 +298,13 @@ class Trajectory:
         return [*self.contexts, *(recall.context for recall in self.recalls)]
 
     @property
+    def last_memory(self) -> str:
+        """Returns the memory that the attempt ended with; "" where it has no context."""
+        if not self.contexts:  # of a user-defined agent
+            return ""
+        return self.contexts[-1].memory_after or self.contexts[-1].memory_before
+
+    @property
     def earned(self) -> float:
         """Returns the reward and what the turns earned."""
         return math.fsum([self.reward, *(context.turn_reward or 0.0 for context in self.contexts)])

@@ -26,10 +26,8 @@ def exchange(question: str, answer: str | None) -> str:
 
 def next_memory(question: Question, trajectory: Trajectory) -> str:
     """Returns what a session keeps: the agent's last memory, and the question with its answer."""
-    last = trajectory.contexts[-1] if trajectory.contexts else None  # a user-defined agent may have none
-    memory = "" if last is None else last.memory_after or last.memory_before
     answer = trajectory.answer if trajectory.end_reason is EndReason.ANSWERED else None
-    return noted(memory, question.text, answer)
+    return noted(trajectory.last_memory, question.text, answer)
 
 
 def starting_from(renderer: Renderer[Any], memory: str, *, agent: str) -> Renderer[Any]:

@@ -333,9 +333,8 @@ _SCHEMA: dict[str, Any] = {
 
 def _shown(row: ResultRow, group: Group) -> dict[str, Any]:
     first = group.trajectories[0] if group.trajectories else None
-    last = first.contexts[-1] if first is not None and first.contexts else None
     return {
         "id": row.question_id,
         **row_values(row),
-        "memory": (last.memory_after or last.memory_before) if last is not None else None,
+        "memory": first.last_memory if first is not None and first.contexts else None,
     }

@@ -173,7 +173,6 @@ _EVALUATION: dict[str, Any] = {
 
 def _attempt(each: Traced) -> dict[str, Any]:
     question, attempt = each.question, each.trajectory
-    last = attempt.contexts[-1] if attempt.contexts else None
     return {
         "phase": each.phase,
         "question_id": question.id,
@@ -187,7 +186,7 @@ def _attempt(each: Traced) -> dict[str, Any]:
         "end_reason": str(attempt.end_reason),
         "turns": num_turns(attempt, growing=not each.text.has_memory),
         "tokens": sum(len(context.loss_mask) for context in attempt.contexts),
-        "memory": (last.memory_after or last.memory_before) if last is not None else "",
+        "memory": attempt.last_memory,
     }
 
 
