@@ -34,12 +34,12 @@ class ServiceTimeout(ServiceFault):
     """A service gave no answer within the deadline and the attempts of a call."""
 
 
-def retry_pauses(*, first_s: float = 0.25, longest_s: float = 8.0) -> Iterator[float]:
+def retry_pauses(*, longest_s: float = 8.0) -> Iterator[float]:
     """Yields the seconds to wait before each further attempt, without end: doubling, each drawn from its upper half.
 
     The draw keeps callers that failed together from retrying together.
     """
-    pause = first_s
+    pause = 0.25
     while True:
         yield pause * _JITTER.uniform(0.5, 1.0)
         pause = min(2 * pause, longest_s)

@@ -149,10 +149,10 @@ class StandingActors:
 
 
 @contextmanager
-def launch_rollout_actors(config: RunConfig, namespace: str, *, generators: bool = True) -> Iterator[RolloutActors]:
+def launch_rollout_actors(config: RunConfig, namespace: str) -> Iterator[RolloutActors]:
     """Starts engines with the weights of `model.path`, and retrievers, for one agent; they end with the block. Raises
     as `StandingActors.serving` does."""
-    with StandingActors(namespace) as standing, standing.serving(config, generators=generators) as actors:
+    with StandingActors(namespace) as standing, standing.serving(config) as actors:
         yield actors
 
 

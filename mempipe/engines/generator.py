@@ -160,17 +160,17 @@ class Generator:
         """
         return await self._scores(token_ids, from_cache=False)
 
-    async def score_from_cache(self, token_ids: Sequence[int], *, num_last: int = CANARY_END) -> list[float]:
+    async def score_from_cache(self, token_ids: Sequence[int]) -> list[float]:
         """Returns the log-probs of the last ids, computed after the others were found in the prefix cache; temperature
         1.
 
-        The others are computed first, for the cache, which holds whole blocks: the result has about `num_last`
+        The others are computed first, for the cache, which holds whole blocks: the result has about CANARY_END
         log-probs and up to a block more. It has fewer when the cache held more than that, and none when the engine has
         no prefix cache or the sequence is too short for one. Raises as `score` does.
         """
-        if len(token_ids) < num_last + 2:
+        if len(token_ids) < CANARY_END + 2:
             return []
-        await self._scores(token_ids[:-num_last], from_cache=False)
+        await self._scores(token_ids[:-CANARY_END], from_cache=False)
         return await self._scores(token_ids, from_cache=True)
 
     async def _scores(self, token_ids: Sequence[int], *, from_cache: bool) -> list[float]:

@@ -25,7 +25,6 @@ from typing import Any
 
 import pyarrow as pa
 
-from mempipe.data.config import Columns
 from mempipe.data.corpus import corpus_files, read_segments
 from mempipe.data.qa import BY_NAME, iter_rows, write_questions
 from mempipe.data.row_values import documents_of, find, supporting_titles
@@ -108,14 +107,14 @@ def match(facts: Iterable[Fact], batches: Iterable[pa.RecordBatch]) -> dict[Fact
     return {fact: Evidence(passage_id=identity, value=fact.value) for fact, (_, identity) in best.items()}
 
 
-def add_evidence(file: str | Path, corpus: str | Path, output: Path, *, columns: Columns = BY_NAME) -> Matched:
+def add_evidence(file: str | Path, corpus: str | Path, output: Path) -> Matched:
     """Writes the questions of a file with their evidence, as Parquet in mempipe's own format. `corpus` is an index or a
     file of passages, whose ids the evidence names.
 
     Raises ConfigError for a file or a corpus that cannot be read, and for a file that records no fact.
     """
     questions, facts = [], []
-    for row, reading in iter_rows(file, columns=columns):
+    for row, reading in iter_rows(file, columns=BY_NAME):
         questions.append(reading.question)
         facts.append(facts_of(row, reading.question))
     wanted = [fact for of_question in facts for fact in of_question]

@@ -175,11 +175,9 @@ def sync_seconds(config: RunConfig, shape: ModelShape, plan: Placement, gpu: Gpu
     return 2 * size / (gpu.link_gigabytes_per_second * 1e9 * MEMORY_SHARE)
 
 
-def step_costs(
-    config: RunConfig, shape: ModelShape, plan: Placement, gpu: Gpu, work: Workload | None = None
-) -> StepCosts:
+def step_costs(config: RunConfig, shape: ModelShape, plan: Placement, gpu: Gpu) -> StepCosts:
     """Returns the seconds of a step of the config as the plan runs it (`Placement.applied`), without searches."""
-    work = work or Workload.of(config)
+    work = Workload.of(config)
     algorithm = config.algorithm
     trajectories = algorithm.groups_per_step * algorithm.group_size
     contexts = trajectories * work.contexts

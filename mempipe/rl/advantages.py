@@ -19,8 +19,8 @@ def group_advantages(rewards: Sequence[float], *, normalize_std: bool, eps: floa
 
     A group of one has nothing to compare with: its mean counts as 0 and its deviation as 1, as in MemSearcher, MemAgent
     and Search-R1 (plain REINFORCE). This happens to a lone recall sample, not to a group of `algorithm.group_size`,
-    which is at least 2. Equal rewards give exact zeros. Raises ValueError for
-    an empty group or a reward that is not finite.
+    which is at least 2. Equal rewards give exact zeros. Raises ValueError for an empty group or a reward that is not
+    finite.
     """
     if not rewards or not all(map(math.isfinite, rewards)):
         raise ValueError(f"a group needs at least one reward and finite ones only, got {list(rewards)}")

@@ -54,9 +54,7 @@ class SetComparison:
         return f"{test.gained} gained, {test.lost} lost, p = {test.p_value:.3g}" if test else "–"
 
 
-def compare_runs(
-    first: Path, second: Path, *, metric: str = "em", seed: int = 1, num_resamples: int = 2000, confidence: float = 0.95
-) -> list[SetComparison]:
+def compare_runs(first: Path, second: Path, *, metric: str = "em") -> list[SetComparison]:
     """Compares every set that both have, then all of them together by the unweighted mean over sets.
 
     `first` and `second` are folders of a run (EVALUATION/RUN), or of an evaluation of a single run. Raises ConfigError
@@ -66,7 +64,7 @@ def compare_runs(
         raise ConfigError(f"--metric is {metric!r}; the metrics are {', '.join(METRICS)}")
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
     rows = [{label: read_results(own[label]) for label in own if label in sets[0] and label in sets[1]} for own in sets]
-    interval = partial(paired_interval, seed=seed, num_resamples=num_resamples, confidence=confidence)
+    interval = partial(paired_interval, seed=1, num_resamples=2000, confidence=0.95)
     comparisons = compare_rows(*rows, metric=metric, interval=interval)
     if not comparisons:
         raise ConfigError(
