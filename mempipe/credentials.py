@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 # A password may hold "@" and "/": if a colon precedes it, it ends at the last "@" of the word. Without a colon
 # an "@" behind a "/" is part of a path.
@@ -15,3 +17,12 @@ def without_passwords(text: str) -> str:
     Of an address with a port and an "@" in its path it hides the host too: the port could be a password.
     """
     return _USER.sub("://***@", text)
+
+
+def without_credentials(value: Any) -> Any:
+    """Returns nested plain values without the user and password of any URI."""
+    if isinstance(value, Mapping):
+        return {name: without_credentials(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_credentials(item) for item in value]
+    return without_passwords(value) if isinstance(value, str) else value

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from mempipe.credentials import without_credentials
 from mempipe.engines.learner_settings import profile_files
 from mempipe.evaluation.table import percent_text
 from mempipe.reports.budgets import verdicts
@@ -13,7 +14,6 @@ from mempipe.reports.next_steps import next_steps
 from mempipe.reports.terminal import console, table
 from mempipe.runs import Run
 from mempipe.studies.budgets import BudgetStudy
-from mempipe.tracking.mlflow_writer import without_credentials
 
 _ROWS = (
     ("exact match", "em"),

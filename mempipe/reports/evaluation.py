@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mempipe.config import RunConfig
+from mempipe.credentials import without_credentials
 from mempipe.evaluation.cells import Cell, runs_of
 from mempipe.evaluation.metrics import definitions
 from mempipe.evaluation.quality_by_turn import TurnQuality
@@ -31,7 +32,6 @@ from mempipe.reports.evaluation_figures import (
 from mempipe.reports.pages import Tile, render
 from mempipe.storage.files import write_text
 from mempipe.studies.suite_scores import NUM_POSITIONS, PositionScores, SuiteScores
-from mempipe.tracking.mlflow_writer import without_credentials
 
 PLOT_FILE = "context_tokens_by_turn.svg"
 _GAIN_TITLE = "Differences in em on the same questions, percent points"

@@ -6,10 +6,10 @@ import dataclasses
 import json
 from pathlib import Path
 
+from mempipe.credentials import without_credentials
 from mempipe.reports.training_data import ReportData, comparable, read_report_data, summarise
 from mempipe.reports.training_page import render_page
 from mempipe.storage.files import write_text
-from mempipe.tracking.mlflow_writer import without_credentials
 
 
 def write_report(folder: str | Path, data: ReportData | None = None) -> tuple[Path, Path]:

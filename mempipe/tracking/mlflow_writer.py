@@ -218,15 +218,6 @@ def mlflow_name(name: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", name)[:_MAX_NAME_CHARS]
 
 
-def without_credentials(value: Any) -> Any:
-    """Returns nested plain values without the user and password of any URI."""
-    if isinstance(value, Mapping):
-        return {name: without_credentials(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_credentials(item) for item in value]
-    return without_passwords(value) if isinstance(value, str) else value
-
-
 def _local_uri(folder: str | Path) -> str:
     return sqlite_uri(Path(folder).resolve().parent / "mlflow.db")
 

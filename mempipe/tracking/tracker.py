@@ -16,19 +16,13 @@ from pathlib import Path
 from typing import Any, SupportsFloat
 
 from mempipe.beacons import reached
+from mempipe.credentials import without_credentials
 from mempipe.tracking.background import BackgroundWriter, TrackingSummary
 from mempipe.tracking.config import TrackingConfig
 from mempipe.tracking.losses import read_losses, write_losses
 from mempipe.tracking.metrics_file import REPLACED_FILE, MetricsFile, read_metrics, read_rows
 from mempipe.tracking.metrics_writer import MetricsRow, RecordedRun, Status, WriterStore
-from mempipe.tracking.mlflow_writer import (
-    MetricEntry,
-    MlflowRun,
-    last_run_id,
-    mlflow_name,
-    tracking_uri,
-    without_credentials,
-)
+from mempipe.tracking.mlflow_writer import MetricEntry, MlflowRun, last_run_id, mlflow_name, tracking_uri
 from mempipe.tracking.traces import Wording, sample_groups
 from mempipe.tracking.writers import writer_class
 from mempipe.types import Group

@@ -7,13 +7,12 @@ import pickle
 
 import pytest
 
-from mempipe.credentials import without_passwords
+from mempipe.credentials import without_credentials, without_passwords
 from mempipe.faults import ServiceTimeout
 from mempipe.loader import parse_config
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.remote import RemoteRetriever
 from mempipe.settings import ConfigError
-from mempipe.tracking.mlflow_writer import without_credentials
 
 HARD = ("p@ssw0rd", "pa/ss", "/p@/ss@", "80/a", "p:a:ss", "")
 
