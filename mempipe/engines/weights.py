@@ -257,15 +257,10 @@ def _plain(update_info: dict[str, Any]) -> dict[str, Any]:
     """Returns the update's description in plain data. CUDA IPC handles hold Python types that the engine's message
     format lacks, so they travel pickled, as vLLM's HTTP client sends them.
     """
-    handles = update_info.get("ipc_handles")
-    if handles is None:
-        return {key: value for key, value in update_info.items() if value is not None}
-    rest = {
-        key: value
-        for key, value in update_info.items()
-        if key not in ("ipc_handles", "ipc_handles_pickled") and value is not None
-    }
-    return {**rest, "ipc_handles_pickled": base64.b64encode(pickle.dumps(handles)).decode()}
+    plain = {key: value for key, value in update_info.items() if value is not None}
+    if "ipc_handles" in plain:
+        plain["ipc_handles_pickled"] = base64.b64encode(pickle.dumps(plain.pop("ipc_handles"))).decode()
+    return plain
 
 
 def _write(path: Path, content: bytes | memoryview) -> None:
