@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import unicodedata
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -38,6 +38,10 @@ _WORD = re.compile(rf"[^\s{UNSPACED}]+|[{UNSPACED}]")
 _WITHOUT_SPACE = re.compile(f"[{UNSPACED}]")
 _OPENED = re.compile(r"(?:^|\s)[\"'(\[“‘]$")
 _LONGEST_WORD = 64
+_MOST_PAIRS = 100
+"""Places of a word in one text times those in another: where there are more, a comparison of the two finds the word
+next to others only. A policy that repeats itself would make it take minutes, since its time is cubic in them.
+"""
 _ABBREVIATIONS = frozenset([
     "mr", "mrs", "ms", "dr", "st", "jr", "sr", "prof", "gen", "col", "lt", "sgt", "rev", "hon", "no", "vs", "ca", "c",
     "b", "d", "inc", "ltd", "co", "corp", "u.s", "u.k", "e.g", "i.e",
@@ -75,7 +79,13 @@ def changed_runs(before: str, after: str) -> Iterator[tuple[str, str]]:
     `after`. A dropped run comes before the one that took its place.
     """
     old, new = list(_WORD.finditer(before)), list(_WORD.finditer(after))
-    matcher = difflib.SequenceMatcher(a=[word[0] for word in old], b=[word[0] for word in new], autojunk=False)
+    num_old, num_new = Counter(word[0] for word in old), Counter(word[0] for word in new)
+    matcher = difflib.SequenceMatcher(
+        lambda word: num_old[word] * num_new[word] > _MOST_PAIRS,
+        [word[0] for word in old],
+        [word[0] for word in new],
+        autojunk=False,
+    )
     for kind, old_start, old_end, new_start, new_end in matcher.get_opcodes():
         if kind in ("delete", "replace"):
             yield "dropped", _run(before, old[old_start:old_end])

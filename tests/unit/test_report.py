@@ -5,6 +5,7 @@ import html
 import json
 import math
 import re
+import time
 from collections import Counter
 from html.parser import HTMLParser
 from xml.etree import ElementTree
@@ -435,6 +436,18 @@ def test_examples_are_of_the_part_of_the_corpus_that_a_service_searches():
 )
 def test_runs_of_words_are_kept_added_or_dropped(before, after, expected):
     assert [*changed_runs(before, after)] == expected
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("a b " * 3000, "b c a " * 2000), ("the " * 6000, "the " * 6000), ("x y z " * 2000, "y x " * 99)],
+)
+def test_memories_that_repeat_themselves_are_compared_in_time(before, after):
+    started = time.process_time()
+    runs = [*changed_runs(before, after)]
+    assert time.process_time() - started < 5
+    assert " ".join(text for kind, text in runs if kind != "dropped") == after.strip()
+    assert " ".join(text for kind, text in runs if kind != "added") == before.strip()
 
 
 def test_the_page_marks_the_words_of_a_memory(tmp_path):
