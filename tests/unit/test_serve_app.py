@@ -11,6 +11,7 @@ import logging
 import re
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -773,6 +774,24 @@ def test_a_reply_that_was_read_is_kept_already(service, monkeypatch):
         headers = {"idempotency-key": f"k{len(body)}"}
         first, again = (httpx.post(f"{service.url}/v1/answer", json=body, headers=headers) for _ in range(2))
         assert (again.status_code, again.text) == (200, first.text)
+
+
+def test_a_client_that_hangs_up_while_its_key_is_noted_may_ask_again(service, monkeypatch):
+    begin, has_begun = Replies.begin, threading.Event()
+
+    async def late(self: Replies, *arguments: Any) -> Any:
+        kept = await begin(self, *arguments)
+        has_begun.set()
+        await asyncio.sleep(0.5)
+        return kept
+
+    monkeypatch.setattr(Replies, "begin", late)
+    asked: dict[str, Any] = {"json": {"question": TWO_HOPS.text}, "headers": {"idempotency-key": "left"}}
+    with pytest.raises(httpx.ReadTimeout):
+        httpx.post(f"{service.url}/v1/answer", timeout=0.2, **asked)
+    assert has_begun.wait(10)
+    monkeypatch.undo()
+    until(lambda: httpx.post(f"{service.url}/v1/answer", **asked).status_code == 200)
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/", "/v1/models", "/openapi.json"])

@@ -55,7 +55,7 @@ class Idempotency:
         try:
             if not _KEY.fullmatch(key):
                 raise ApiError(400, "Idempotency-Key should be 1 to 255 printable characters without blanks")
-            kept = await self._replies.begin(owner, key, hashlib.sha256(asked).hexdigest())
+            kept = await self._begin(owner, key, hashlib.sha256(asked).hexdigest())
         except ApiError as error:
             await Refusal(error)(scope, receive, send)
             return
@@ -79,6 +79,19 @@ class Idempotency:
             with suppress(ApiError):  # on a full disk the request can be sent again under another key
                 await asyncio.shield(self._replies.end(owner, key, recorder.reply(failures)))
         await recorder.end()
+
+    async def _begin(self, owner: str, key: str, digest: str) -> StoredReply | None:
+        """Does what `Replies.begin` does. Its thread continues after the client has hung up, and then what it noted is
+        removed: otherwise every repetition would wait for a request that nobody works on.
+        """
+        beginning = asyncio.ensure_future(self._replies.begin(owner, key, digest))
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            with suppress(ApiError):
+                if await beginning is None:
+                    await self._replies.end(owner, key, None)
+            raise
 
 
 class _Recorder:
