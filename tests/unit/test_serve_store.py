@@ -490,6 +490,21 @@ async def test_deletes_and_questions_go_on_however_long_the_disk_stays_full(tmp_
         await store.documents.create("ann")
 
 
+@pytest.mark.skipif(not may_mount(), reason="this user may not mount a disk")
+async def test_a_service_that_ended_starts_again_on_a_full_disk(tmp_path, monkeypatch):
+    monkeypatch.setattr("mempipe.serve.state.database._LEAST_FREE", 0)
+    with small_disk(tmp_path / "disk", megabytes=12) as disk:
+        store = open_store(disk)
+        session = await store.sessions.create("ann")
+        store.database._connection.close()
+        fill(disk)
+        store = open_store(disk)
+        fill(disk)
+        await store.sessions.claim(session.id, "ann", for_s=5)
+        await store.sessions.release(session.id, "kept")
+        assert (await store.sessions.get(session.id, "ann")).memory == "kept"
+
+
 def test_the_reserve_is_filled_as_far_as_the_disk_allows_and_later_to_its_end(tmp_path):
     reserve = Reserve(tmp_path / "reserve")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

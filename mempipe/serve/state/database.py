@@ -87,23 +87,35 @@ class Database:
         self._max_bytes = max_bytes
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with self._connect() as connection:
-                connection.execute("PRAGMA journal_mode=WAL")
-                connection.executescript(_TABLES)
-                connection.execute("BEGIN IMMEDIATE")  # replicas may start at the same time
-                for table, columns in _ADDED.items():
-                    known = {row["name"] for row in connection.execute(f"PRAGMA table_info({table})")}
-                    for name in columns.keys() - known:
-                        kind, value = columns[name]
-                        connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
-                        connection.execute(f"UPDATE {table} SET {name}={value}")
-                connection.executescript(_INDEXES)
+            try:
+                self._connection = self._opened()
+            except sqlite3.OperationalError as error:
+                if not _is_full(error):
+                    raise
+                self._reserve.free()  # for the files next to the database
+                self._connection = self._opened()
             self._reserve.fill()
-            # With one connection open SQLite keeps the files next to the database, for which a full disk has no room.
-            self._connection = sqlite3.connect(path, check_same_thread=False)
-            self._connection.execute("SELECT COUNT(*) FROM sessions").fetchone()
         except (OSError, sqlite3.Error) as error:
             raise ConfigError(f"state is {str(path.parent)!r}, where no database can be kept: {error}") from error
+
+    def _opened(self) -> sqlite3.Connection:
+        """Makes the tables that are missing, and returns a connection that stays open: with one, SQLite keeps the files
+        next to the database, for which a full disk has no room.
+        """
+        with self._connect() as connection:
+            connection.execute("PRAGMA journal_mode=WAL")
+            connection.executescript(_TABLES)
+            connection.execute("BEGIN IMMEDIATE")  # replicas may start at the same time
+            for table, columns in _ADDED.items():
+                known = {row["name"] for row in connection.execute(f"PRAGMA table_info({table})")}
+                for name in columns.keys() - known:
+                    kind, value = columns[name]
+                    connection.execute(f"ALTER TABLE {table} ADD COLUMN {name} {kind}")
+                    connection.execute(f"UPDATE {table} SET {name}={value}")
+            connection.executescript(_INDEXES)
+        kept = sqlite3.connect(self._path, check_same_thread=False)
+        kept.execute("SELECT COUNT(*) FROM sessions").fetchone()
+        return kept
 
     def now(self) -> float:
         """Returns the time in Unix seconds."""
