@@ -173,6 +173,23 @@ def test_a_stream_tells_what_happens_in_its_order_and_ends_with_the_answer(servi
     assert {k: v for k, v in told[5][1].items() if not k.endswith("seconds")}.items() >= plain["turns"][0].items()
 
 
+@pytest.mark.parametrize("path", ["/v1/answer", "/v1/chat/completions"])
+def test_an_event_is_one_line_whatever_ends_a_line_for_its_reader(tokenizer, tmp_path, path):
+    text = "soft\u2028line, paragraph\u2029 and next\x85line; mañana"
+
+    async def of_a_word_processor(query: str, **asked: Any) -> SearchResult:
+        result = await search(query, **asked)
+        return replace(result, passages=[replace(passage, text=text) for passage in result.passages])
+
+    body = {"question": TWO_HOPS.text} if path == "/v1/answer" else {"model": "tiny", "messages": CHAT}
+    service = build_service(tokenizer, tmp_path, index=of_a_word_processor)
+    with running(service) as url, httpx.stream("POST", url + path, json={**body, "stream": True}) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line and "event: " not in line]
+    told = [json.loads(line) for line in lines if line != "[DONE]"]
+    passages = [passage for each in told for passage in (each.get("mempipe") or each).get("passages", ())]
+    assert passages and {passage["text"] for passage in passages} == {text}
+
+
 def test_a_turn_is_made_ready_once_for_the_answer_and_once_for_who_listens(service, monkeypatch):
     """Not with all earlier turns each time; and events are made only for a stream."""
     compared, told = [], []

@@ -18,6 +18,8 @@ from mempipe.serve.requests.idempotency import failed
 
 PING_S = 10.0
 """Seconds of silence after which a stream says that it is alive."""
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
+"""Characters that end a line for many readers, JavaScript and httpx among them, and that JSON leaves as they are."""
 logger = logging.getLogger(__name__)
 
 
@@ -71,5 +73,5 @@ async def _lines(source: AsyncIterator[Event | None]) -> AsyncIterator[str]:
             yield ": working\n\n"
         else:
             name, data = event
-            text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False)
+            text = data if isinstance(data, str) else json.dumps(data, ensure_ascii=False).translate(_LINE_ENDS)
             yield (f"event: {name}\n" if name else "") + f"data: {text}\n\n"
