@@ -653,6 +653,19 @@ def test_requests_are_counted_by_few_names_and_answers_as_they_are(tokenizer, tm
     assert (answer.agent, len(answer.turns)) == ("memsearcher", 3)
 
 
+def test_a_defect_is_counted_and_logged_as_500_and_not_as_a_client_that_hung_up(tokenizer, tmp_path, caplog):
+    async def broken(query: str, **asked: Any) -> SearchResult:
+        raise RuntimeError("a defect")
+
+    metrics = Counted()
+    service = build_service(tokenizer, tmp_path, index=broken, metrics=metrics)
+    with caplog.at_level(logging.INFO, logger="mempipe.serve.requests.journal"), running(service):
+        assert post(service, question=TWO_HOPS.text).status_code == 500
+        until(lambda: bool(metrics.requests))
+    assert metrics.requests == [("/v1/answer", 500)]
+    assert [record.status for record in caplog.records if record.name.endswith("journal")] == [500]
+
+
 @pytest.mark.slow
 async def test_memory_stays_flat_over_many_requests(tokenizer, tmp_path):
     """Plain, streamed, refused and of a session: none leaves anything behind."""

@@ -71,6 +71,9 @@ class Journal:
 
         try:
             await self._app({**scope, "state": {**scope.get("state", {}), "request_id": request_id}}, receive, noting)
+        except Exception:  # the application answers it outside of its middleware
+            status = 500 if status == 499 else status
+            raise
         finally:
             seconds = time.perf_counter() - started
             fields = {"request_id": request_id, "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
