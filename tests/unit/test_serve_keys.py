@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shutil
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -232,3 +233,15 @@ def test_a_bucket_holds_a_tenth_of_a_minute_and_fills_again(monkeypatch):
     allowance.take()
     with pytest.raises(ApiError):
         allowance.take()
+
+
+@pytest.mark.parametrize(("per_minute", "seconds"), [(1, 30), (6, 10), (600, 1)])
+async def test_who_asks_too_often_is_told_when_the_bucket_holds_a_request_again(monkeypatch, per_minute, seconds):
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    key, record = new_key("ann")
+    async with client_of(record, per_minute=per_minute) as client:
+        for _ in range(max(per_minute // 10, 1)):
+            assert (await client.get("/v1/models", headers=bearer(key))).status_code == 200
+        refused = await client.get("/v1/models", headers=bearer(key))
+    assert refused.status_code == 429
+    assert int(refused.headers["retry-after"]) == seconds == int(refused.headers["retry-after-ms"]) / 1000

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mempipe.answers.errors import ApiError
 from mempipe.checks.machine import LOOPBACK
 from mempipe.serve.http.errors import Refusal
+from mempipe.serve.http.retry_after import MAX_RETRY_AFTER_S, RETRY_AFTER_S
 from mempipe.serve.mcp.errors import PATH
 from mempipe.settings import ConfigError
 
@@ -168,14 +169,19 @@ class Allowance:
 
     def take(self) -> None:
         """Raises ApiError 429 when the key asks too often, or too much at once."""
-        if self.under_way >= self.at_once:
-            raise ApiError(429, f"{self.under_way} requests of this key are in flight, the most that are allowed")
         now = time.monotonic()
         self.tokens = min(self.capacity, self.tokens + (now - self.filled_at) * self.per_minute / 60)
         self.filled_at = now
+        if self.under_way >= self.at_once:
+            raise ApiError(429, f"{self.under_way} requests of this key are in flight, the most that are allowed")
         if self.tokens < 1:
             raise ApiError(429, f"this key may make {self.per_minute} requests a minute; wait a little")
         self.tokens -= 1
+
+    @property
+    def wait_s(self) -> float:
+        """Returns after how many seconds a refused request may come again."""
+        return min(max((1 - self.tokens) * 60 / self.per_minute, RETRY_AFTER_S), MAX_RETRY_AFTER_S)
 
 
 class Access:
@@ -198,13 +204,17 @@ class Access:
             return
         try:
             owner = owner_of(scope, self._keys)
-            if not self._keys.are_needed:
-                await self._pass(owner, scope, receive, send)
-                return
-            allowance = self._allowances.setdefault(owner, Allowance(*self._limits))
-            allowance.take()
         except ApiError as error:
             await Refusal(error)(scope, receive, send)
+            return
+        if not self._keys.are_needed:
+            await self._pass(owner, scope, receive, send)
+            return
+        allowance = self._allowances.setdefault(owner, Allowance(*self._limits))
+        try:
+            allowance.take()
+        except ApiError as error:
+            await Refusal(error, allowance.wait_s)(scope, receive, send)
             return
         allowance.under_way += 1
         try:
