@@ -20,6 +20,7 @@ from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.loader import parse_section, section_values
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.keys import load_keys
+from mempipe.settings import ConfigError
 from mempipe.tracking.tracker import tracking_uri
 
 
@@ -51,6 +52,10 @@ class ServedRun:
 def named_by(config: AgentServiceConfig) -> ServedRun:
     """Returns what `config` names. Only the settings of its runs are read; raises ConfigError where they are wrong."""
     main = _run(config)
+    if main.agent.name in config.agents:
+        raise ConfigError(
+            f"agents names {main.agent.name!r}, as the service's own agent is called; call the further agent otherwise"
+        )
     return ServedRun(
         config=config,
         name=config.name or _name(config),

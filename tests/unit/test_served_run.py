@@ -55,6 +55,13 @@ def test_the_folder_of_a_run_knows_all(run):
     assert found.state == run / "service"
 
 
+def test_a_further_agent_does_not_take_the_place_of_the_services_own(run):
+    other = str(CONFIGS / "quickstart.yaml")
+    assert list(served(run=str(run), agents={"other": other}).agents) == ["memsearcher", "other"]
+    with pytest.raises(ConfigError, match="agents names 'memsearcher', as the service's own agent is called"):
+        served(run=str(run), agents={"memsearcher": other})
+
+
 def test_the_weights_of_a_run_with_adapters_are_served_whole(run):
     assert served(run=str(run), settings={"model": {"lora_rank": 16}}).main.model.lora_rank == 0
 
