@@ -39,11 +39,10 @@ def describe_corpus(main: RunConfig, *, searches: bool, partition: str | None) -
         partition = main_partition(questions) if searches else ""
         if index and partition not in partitions:
             partition = ""
-    elif partition and partitions and partition not in partitions:
-        some = ", ".join(partitions[:3])
-        raise ConfigError(
-            f"partition is {partition!r}, which is none of the {len(partitions)} of retrieval.index (e.g. {some})"
-        )
+    elif partition and searches and index and partition not in partitions:
+        some = f"none of the {len(partitions)} of retrieval.index (e.g. {', '.join(partitions[:3])})"
+        whole = "no part of retrieval.index, which has none; leave it out"
+        raise ConfigError(f"partition is {partition!r}, which is {some if partitions else whole}")
     fitting = example_questions(questions, partition=partition)
     if reads:
         fitting = [question for question in fitting if len(question.context) <= MAX_TEXT_CHARS]

@@ -121,6 +121,8 @@ def test_with_another_index_nothing_is_offered(run, tmp_path):
     build_index([Passage(id="1", title="Lima", text="Lima is the capital of Peru.")], tmp_path / "index")
     settings = {"retrieval": {"index": str(tmp_path / "index")}}
     assert searched(run=str(run), settings=settings) == CorpusReply()
+    with pytest.raises(ConfigError, match=r"partition is 'held-out-1', which is no part of retrieval\.index"):
+        searched(run=str(run), settings=settings, partition="held-out-1")
 
 
 def test_an_agent_that_reads_is_offered_texts(tmp_path):
