@@ -388,6 +388,13 @@ def test_a_piece_of_a_document_may_end_within_a_character(reader):
     assert httpx.post(f"{reader.url}/v1/answer", content=content[:1]).status_code == 400
 
 
+def test_a_file_that_is_sent_as_a_form_is_refused_since_its_envelope_is_no_text(reader):
+    url = f"{reader.url}/v1/documents/{post(reader, '/v1/documents').json()['id']}"
+    form = httpx.post(f"{url}/pieces", files={"file": ("book.txt", b"a text")})
+    assert form.status_code == 400 and "'multipart/form-data', which wraps the text" in form.json()["error"]["message"]
+    assert httpx.get(url).json()["num_bytes"] == 0
+
+
 def test_a_text_is_read_at_once_and_refused_where_it_does_not_fit(tokenizer, tmp_path):
     whole = build_service(tokenizer, tmp_path, agent="full_text")
     with running(whole):

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Query, Request
 
 from mempipe.answers.api import DeletedReply, DocumentReply
+from mempipe.answers.errors import ApiError
 from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
 from mempipe.serve.routes.parts import Owner, PartsOfApp, no_body
 
@@ -28,6 +29,8 @@ async def append(
     document: str, request: Request, parts: PartsOfApp, owner: Owner, start: Start = None
 ) -> DocumentReply:
     """Adds a piece of UTF-8 text, cut anywhere. With `start` a piece that is sent again is not added again."""
+    if (kind := request.headers.get("content-type", "").partition(";")[0].strip().lower()).startswith("multipart/"):
+        raise ApiError(400, f"content-type is {kind[:40]!r}, which wraps the text; send the text alone as the body")
     return DocumentReply(
         **asdict(await parts.store.documents.append(document, owner, await request.body(), start=start))
     )
