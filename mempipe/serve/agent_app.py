@@ -122,7 +122,7 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    url = f"{request.method[:20]} {request.url.path[:200]}"
+    url = f"{request.method[:20]} {request.scope['path'][:200]}"  # a URL that begins with // names a host
     if error.status_code == 404:
         message = f"there is no {url!r}; /docs shows what there is"
         return Refusal(ApiError(404, message, code="unknown_url"))

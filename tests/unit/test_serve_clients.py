@@ -500,6 +500,8 @@ def test_an_unknown_path_is_404_and_says_which(service):
     with pytest.raises(openai.NotFoundError) as missing:
         client_of(service).embeddings.create(model="tiny", input="x")
     assert missing.value.code == "unknown_url" and "POST /v1/embeddings" in missing.value.message
+    doubled = httpx.get(f"{service.url}//v1/models")
+    assert "'GET //v1/models'" in doubled.json()["error"]["message"]
     wrong = httpx.get(f"{service.url}/v1/answer")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert "this path takes POST" in wrong.json()["error"]["message"]
