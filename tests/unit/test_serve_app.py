@@ -623,6 +623,13 @@ def test_every_request_is_logged_with_its_id_and_without_its_question(service, c
     assert TWO_HOPS.text not in caplog.text
 
 
+def test_the_log_holds_the_beginning_of_a_long_path(service, caplog):
+    with caplog.at_level(logging.INFO, logger="mempipe.serve.requests.journal"):
+        assert httpx.get(f"{service.url}/{'x' * 60_000}").status_code == 404
+        until(lambda: any(record.path.startswith("/xxx") for record in caplog.records))
+    assert all(len(record.getMessage()) < 300 and len(record.path) <= 200 for record in caplog.records)
+
+
 class Counted:
     """Metrics that are kept in lists."""
 

@@ -16,6 +16,8 @@ from mempipe.answers.api import AnswerReply
 REQUEST_ID = "x-request-id"
 OF_API = ("answer", "chat", "completions", "conversations", "corpus", "documents", "models", "responses", "sessions")
 ROUTES = frozenset({"/", "/docs", "/mcp", "/healthz", "/readyz", *(f"/v1/{name}" for name in OF_API)})
+MAX_PATH_CHARS = 200
+"""Characters of a path in the log, which strangers could otherwise fill: it would keep nothing but their requests."""
 _ID = re.compile(r"[!-~]{1,100}")
 """An id of a client that a header and a log can hold unchanged."""
 logger = logging.getLogger(__name__)
@@ -76,7 +78,8 @@ class Journal:
             raise
         finally:
             seconds = time.perf_counter() - started
-            fields = {"request_id": request_id, "path": scope["path"], "status": status, "seconds": round(seconds, 4)}
+            path = scope["path"][:MAX_PATH_CHARS]
+            fields = {"request_id": request_id, "path": path, "status": status, "seconds": round(seconds, 4)}
             logger.info("%(path)s %(status)s in %(seconds)s s", fields, extra=fields)
             self._metrics.requested(route_of(scope["path"]), status, seconds)
 
