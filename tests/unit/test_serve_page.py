@@ -153,6 +153,19 @@ def test_a_kept_memory_goes_into_the_next_question(page, service):
     assert f" {GOLD}</memory>" in service.engine.prompts[already]
 
 
+def test_after_the_refusal_of_an_expired_memory_the_next_question_begins_another(page, service):
+    page.value("document.getElementById('keep').click()")
+    ask(page)
+    page.until(DONE)
+    httpx.delete(f"{service.url}/v1/sessions/{page.value('session')}").raise_for_status()
+    ask(page)
+    page.until("document.getElementById('answer').classList.contains('failed')")
+    assert "or it has expired" in text(page, "#text_answer")
+    ask(page)
+    page.until(DONE)
+    assert text(page, "#text_answer") == GOLD
+
+
 def test_a_trace_is_a_file_that_can_be_opened_again(page, tmp_path):
     page.send("Browser.setDownloadBehavior", behavior="allow", downloadPath=str(tmp_path))
     ask(page)

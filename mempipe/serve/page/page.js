@@ -120,7 +120,10 @@ async function ask() {
     const asked = request();
     const body = JSON.stringify(asked);
     const response = await fetch("v1/answer", { method: "POST", headers: headers(), body, signal: asking.signal });
-    if (!response.ok) throw new Error(await refusal(response));
+    if (!response.ok) {
+      if (response.status === 404) session = null; // it has expired, or belongs to another key
+      throw new Error(await refusal(response));
+    }
     await show(events(response));
     const example = corpus.examples.find((each) => asksExample(asked, each));
     at("expected").hidden = !example;
