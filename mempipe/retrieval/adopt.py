@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import faiss
 import numpy as np
+import numpy.typing as npt
 
 from mempipe.retrieval.encoders import Encoder
 from mempipe.retrieval.manifest import Manifest, PassageFiles, VectorFiles, write_manifest
@@ -22,8 +26,8 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
     """Makes an index folder of other people's files, a faiss index and the jsonl that it was built from. They stay
     where they are.
 
-    Raises ConfigError when they do not fit together, when the index is not by inner product, when one of the first
-    rows is not a passage, and when `output` holds something.
+    Raises ConfigError when they do not fit together, when the index is not by inner product or calls its vectors by
+    other numbers than their lines, when one of the first rows is not a passage, and when `output` holds something.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ConfigError(f"output is {str(output)!r}, which exists; remove it or choose another")
@@ -45,12 +49,13 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
             f"{index} holds {opened.ntotal} vectors, but {corpus} has {len(offsets) - 1} lines; they do not belong "
             "together"
         )
+    _check_numbers(index, opened)
     if opened.d != encoder.dimension:
         raise ConfigError(
             f"{index} has {opened.d} dimensions, but the encoder makes {encoder.dimension}; it was built with "
             "another one"
         )
-    index, corpus = index.resolve(), corpus.resolve()
+    index, corpus = index.absolute(), corpus.absolute()  # as they are called: what a link leads to may have no suffix
     with whole_folder(output) as partial:
         np.save(partial / "offsets.npy", offsets)
         passages = JsonlPassages(corpus, partial / "offsets.npy")
@@ -70,3 +75,26 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
         )
         write_manifest(partial, manifest)
     return manifest
+
+
+def _check_numbers(file: Path, index: Any) -> None:
+    """Raises ConfigError unless the numbers by which the index calls its vectors are those of lines, from 0 on: a
+    search would return the passages of other lines.
+    """
+    for numbers in _own_numbers(index):
+        if len(wrong := numbers[(numbers < 0) | (numbers >= index.ntotal)]):
+            raise ConfigError(
+                f"{file} calls a vector {wrong[0]}; expected the numbers of lines, 0 to {index.ntotal - 1}: make the "
+                "index again, without ids, in the order of the corpus"
+            )
+
+
+def _own_numbers(index: Any) -> Iterator[npt.NDArray[np.int64]]:
+    """Yields the numbers of an index that was given some, or of inverted lists; other kinds count."""
+    if isinstance(index, faiss.IndexIDMap | faiss.IndexIDMap2):
+        yield faiss.vector_to_array(index.id_map)
+    elif (inverted := faiss.try_extract_index_ivf(index)) is not None:
+        lists: Any = inverted.invlists
+        for number in range(inverted.nlist):
+            if size := lists.list_size(number):
+                yield faiss.rev_swig_ptr(lists.get_ids(number), size)

@@ -447,6 +447,39 @@ def killed_build_of_texts(tmp_path: Path) -> IndexConfig:
     (tmp_path / "docs").mkdir()
     for name in ("a", "b"):
         (tmp_path / "docs" / f"{name}.txt").write_text(f"{name} was born in Paris.")
+@pytest.mark.parametrize(("first", "step", "fits"), [(0, 1, True), (1, 1, False), (0, 1000, False)])
+@pytest.mark.parametrize("kind", ["IDMap,Flat", "IDMap2,Flat", "IVF2,Flat"])
+def test_an_index_that_calls_its_vectors_by_other_numbers_than_their_lines_is_not_adopted(
+    tmp_path, kind, first, step, fits
+):
+    _, corpus, passages = others_files(tmp_path)
+    vectors = HashingEncoder(dimension=32).encode_passages(passages)
+    index = faiss.index_factory(32, kind, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add_with_ids(vectors, np.arange(50, dtype=np.int64) * step + first)
+    faiss.write_index(index, str(tmp_path / "numbered.index"))
+    files = tmp_path / "numbered.index", corpus, tmp_path / "i"
+    if fits:
+        adopt_index(*files, encoder=HashingEncoder(dimension=32))
+        (found,) = Retriever(tmp_path / "i").search([Query(text=passages[7].text, num_passages=1)])
+        assert [passage.id for passage in found.passages] == ["7"]
+        return
+    with pytest.raises(ConfigError, match=r"calls a vector \d+; expected the numbers of lines, 0 to 49"):
+        adopt_index(*files, encoder=HashingEncoder(dimension=32))
+
+
+def test_an_adopted_corpus_that_a_link_leads_to_keeps_the_name_of_the_link(tmp_path):
+    index, corpus, _ = others_files(tmp_path)
+    blob, link = tmp_path / "blobs" / "abc123", tmp_path / "snapshot" / "wiki.jsonl"
+    blob.parent.mkdir()
+    link.parent.mkdir()
+    corpus.rename(blob)
+    link.symlink_to("../blobs/abc123")  # as the cache of the Hugging Face hub has it
+    manifest = adopt_index(index, link, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+    assert manifest.passages.files[0] == str(link)
+    assert len(list(read_corpus(manifest.passages.files[0]))) == 50
+
+
     config = IndexConfig(
         corpus=[str(tmp_path / "docs")], output=str(tmp_path / "i"), encoder=None, lexical=True, segment_passages=1
     )
