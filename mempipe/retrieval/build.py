@@ -75,6 +75,8 @@ from mempipe.types import Passage
 PASSAGES, VECTORS, LEXICAL, UNFINISHED = "passages", "vectors", "lexical", "unfinished"
 NUM_RECALL_QUERIES = 256
 RECALL_AT = 10
+EQUAL = 1e-5
+"""Part of a score by which rounding may change it."""
 TRAINED = f"{UNFINISHED}/trained.faiss"
 
 Segments = Iterator[tuple[pa.RecordBatch, CorpusPosition]]
@@ -393,7 +395,7 @@ class IndexBuild:
 
     def _recall(self, segments: Sequence[Segment], note: Callable[[str], None]) -> dict[str, Any]:
         """Returns the share of the 10 nearest neighbours that the index finds for passages drawn at random; none is its
-        own neighbour.
+        own neighbour. A passage that is as near as the tenth counts too, since equal texts have equal vectors.
         """
         file = self._unfinished / "recall.json"
         if not file.exists():
@@ -407,12 +409,16 @@ class IndexBuild:
                 Shard(path, search=self._config.faiss.search)
                 for path in sorted((self.folder / VECTORS).glob("*.faiss"))
             ]
-            found = Shards(shards).search(queries, RECALL_AT + 1)
+            found = [answered for answered, _ in Shards(shards).search(queries, RECALL_AT + 1)]
+            answers = np.unique(np.concatenate(found))
+            vectors = self._gather(segments, answers)
             hits = total = 0
-            for row, exact, (answered, _) in zip(rows.tolist(), near, found, strict=True):
-                wanted = [neighbour for neighbour in exact.tolist() if neighbour != row][:RECALL_AT]
-                hits += len(set(wanted) & set(answered.tolist()))
+            for row, query, (exact, scores), answered in zip(rows.tolist(), queries, near, found, strict=True):
+                wanted = scores[exact != row][:RECALL_AT].tolist()
+                others = vectors[np.searchsorted(answers, answered[answered != row])] @ query
                 total += len(wanted)
+                if wanted:
+                    hits += min(int(np.sum(others >= wanted[-1] - EQUAL * max(abs(wanted[-1]), 1))), len(wanted))
             values = {"recall_at_10": round(hits / max(total, 1), 4), "num_recall_queries": len(rows)}
             write_object(file, values)
         return read_object(file, advice="remove it, and the same command measures again")

@@ -9,7 +9,6 @@ from typing import Any
 
 import faiss
 import numpy as np
-import numpy.typing as npt
 
 from mempipe.retrieval.config import FaissConfig
 from mempipe.retrieval.encoders import Vectors
@@ -73,8 +72,8 @@ def blocks_of(vectors: Vectors) -> Iterator[Vectors]:
         yield np.ascontiguousarray(vectors[first : first + BLOCK])
 
 
-def exact_nearest(queries: Vectors, blocks: Iterable[Vectors], count: int) -> list[npt.NDArray[np.int64]]:
-    """Returns the rows of the `count` largest inner products for every query by comparing all."""
+def exact_nearest(queries: Vectors, blocks: Iterable[Vectors], count: int) -> list[Scored]:
+    """Returns the rows of the `count` largest inner products for every query, and these, by comparing all."""
     best: list[Scored] = [(np.empty(0, np.int64), np.empty(0, np.float32))] * len(queries)
     first = 0
     for block in blocks:
@@ -84,4 +83,4 @@ def exact_nearest(queries: Vectors, blocks: Iterable[Vectors], count: int) -> li
         for i, candidates in enumerate(rows):
             best[i] = merge([best[i], (candidates + first, scores[i, candidates])], count)
         first += len(block)
-    return [rows for rows, _ in best]
+    return best

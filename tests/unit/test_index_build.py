@@ -293,6 +293,17 @@ def test_bad_rows_are_counted_up_to_the_limit_and_their_absence_is_in_the_manife
     assert manifest.passages.skipped == {"duplicate_id": 1, "empty": 1, "not_utf8": 1, "too_long": 1}
 
 
+def test_equal_texts_do_not_lower_the_measured_recall(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl", 50)
+    rows = [json.loads(line) for line in corpus.read_text().splitlines()]
+    again = [{"id": i, "title": "Form", "text": rows[i % 50]["contents"].partition("\n")[2]} for i in range(800)]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in again))
+    for name, search in (("all", "nprobe=8"), ("some", "nprobe=1")):
+        settings = {"factory": "IVF8,Flat", "search": search}
+        manifest = build(config_of(corpus, tmp_path / name, faiss=settings))
+        assert manifest.vectors and manifest.vectors.recall_at_10 == 1.0  # 16 passages are as near as the tenth
+
+
 def test_what_faiss_cannot_make_is_refused_with_the_setting(tmp_path):
     with pytest.raises(ConfigError, match=r"faiss.factory is 'Flut'"):
         make_index(config_of(tmp_path, tmp_path, faiss={"factory": "Flut"}).faiss, 32)
