@@ -28,7 +28,7 @@ from mempipe.masking.entities import make_finder
 from mempipe.progress import Progress, say
 from mempipe.provenance import changed_settings
 from mempipe.settings import ConfigError
-from mempipe.storage.files import recover_folder, whole_folder
+from mempipe.storage.files import check_new_folder, recover_folder, whole_folder
 from mempipe.storage.json_files import read_object, write_object
 from mempipe.streams.candidates import stream_candidates
 
@@ -63,6 +63,7 @@ def build_cloze(
     recover_folder(folder)
     if folder.exists():
         return _finished(folder, config, facts)
+    check_new_folder(folder, setting="output")
     check_source(corpus)  # refuses a missing file before Ray starts
     with whole_folder(folder) as partial:
         file = partial / "corpus.parquet"

@@ -71,7 +71,7 @@ def texts_of(config: IndexConfig) -> dict[str, str]:
 def _made_of_texts(config: IndexConfig) -> Path:
     """Returns the folder for the passages of texts."""
     output = Path(config.output)
-    return output.with_name(f".{output.name}.corpus")
+    return output.parent / f".{output.name}.corpus"
 
 
 def _file_name(number: int) -> str:

@@ -16,6 +16,7 @@ from mempipe.masking.documents import DocumentsConfig
 from mempipe.retrieval.config import IndexConfig, ServiceConfig
 from mempipe.retrieval.encoders import ENCODERS
 from mempipe.retrieval.manifest import check_index, read_manifest
+from mempipe.storage.files import check_new_folder
 
 FOUND_IN_THE_MODEL = {"dimension", "fingerprint"}
 """Keys of an encoder in an index's manifest that are not settings."""
@@ -57,9 +58,8 @@ def check_documents(config: DocumentsConfig) -> list[Finding]:
 
 
 def _output(folder: Path) -> Finding:
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        return fatal(f"output is {str(folder)!r}, which exists; remove it or choose another")
-    return check_writable(folder, setting="output")
+    made = attempt(lambda: check_new_folder(folder, setting="output"), f"output: {folder}")
+    return made if made.fatal else check_writable(folder, setting="output")
 
 
 def _corpus(sources: Sequence[str]) -> list[Finding]:

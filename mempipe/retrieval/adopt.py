@@ -16,7 +16,7 @@ from mempipe.retrieval.passages import JsonlPassages, line_offsets
 from mempipe.retrieval.vectors import read_index, set_search_parameters
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import record_of
-from mempipe.storage.files import whole_folder
+from mempipe.storage.files import check_new_folder, whole_folder
 
 _ROWS_TO_READ = 100
 """The rows of a corpus that are read while it is adopted; a search reads the others."""
@@ -29,8 +29,7 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
     Raises ConfigError when they do not fit together, when the index is not by inner product or calls its vectors by
     other numbers than their lines, when one of the first rows is not a passage, and when `output` holds something.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ConfigError(f"output is {str(output)!r}, which exists; remove it or choose another")
+    check_new_folder(output, setting="output")
     for file in (index, corpus):
         if not file.is_file():
             raise ConfigError(f"{file} is not a file")

@@ -67,7 +67,7 @@ from mempipe.retrieval.vectors import (
 )
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import NUM_THREADS, FileRecord, record_of
-from mempipe.storage.files import sync, whole_file, whole_folder
+from mempipe.storage.files import check_new_folder, sync, whole_file, whole_folder
 from mempipe.storage.json_files import read_object, write_object
 from mempipe.text import replace_surrogates
 from mempipe.types import Passage
@@ -118,12 +118,11 @@ class IndexBuild:
         self._texts = texts or {}
         self.changed_texts = ""
         self._output = Path(config.output)
-        self.folder = self._output.with_name(f".{self._output.name}.building")
-        self._finished = self._output.with_name(f".{self._output.name}.finished")
+        self.folder = self._output.parent / f".{self._output.name}.building"
+        self._finished = self._output.parent / f".{self._output.name}.finished"
         if not self.folder.exists() and self._finished.exists():  # left by a kill after the index got its name
             shutil.rmtree(self._finished)
-        if self._output.exists() and (not self._output.is_dir() or any(self._output.iterdir())):
-            raise ConfigError(f"output is {config.output!r}, which exists; remove it or choose another")
+        check_new_folder(self._output, setting="output")
         # In the last steps the rest of the build is already next to the index.
         self._unfinished = self._finished if self._finished.exists() else self.folder / UNFINISHED
         try:

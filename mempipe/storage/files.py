@@ -50,6 +50,19 @@ def write_text(path: Path, text: str, *, make_folder: bool = True) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def check_new_folder(path: Path, *, setting: str) -> None:
+    """Raises ConfigError, which names `setting`, unless a folder that is made next to `path` can get its name by a
+    rename: it is not there yet, or empty, and no link, mount or working folder.
+    """
+    if path.is_symlink() or path.is_mount() or path.name in ("", ".."):
+        raise ConfigError(
+            f"{setting} is {str(path)!r}, a link, a mount or the working folder, whose name cannot be given to a new "
+            f"folder; name a folder in it, such as {str(path / 'new')!r}"
+        )
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise ConfigError(f"{setting} is {str(path)!r}, which exists; remove it or choose another")
+
+
 @contextmanager
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yields an empty folder, next to `path`, to be filled.

@@ -15,6 +15,7 @@ import pytest
 from dying_process import killed_at
 from killed_build import build, run_and_die
 
+from mempipe.checks.retrieval import check_build
 from mempipe.data.corpus import corpus_files, read_corpus
 from mempipe.loader import load_job
 from mempipe.retrieval.adopt import adopt_index
@@ -302,6 +303,22 @@ def test_equal_texts_do_not_lower_the_measured_recall(tmp_path):
         settings = {"factory": "IVF8,Flat", "search": search}
         manifest = build(config_of(corpus, tmp_path / name, faiss=settings))
         assert manifest.vectors and manifest.vectors.recall_at_10 == 1.0  # 16 passages are as near as the tenth
+
+
+def test_an_output_that_can_get_no_new_folder_is_refused_before_anything_is_read(tmp_path, monkeypatch):
+    corpus = write_corpus(tmp_path / "c.jsonl", 20)
+    (tmp_path / "disk" / "here").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    monkeypatch.chdir(tmp_path / "disk" / "here")
+    before = sorted(tmp_path.rglob("*"))
+    for output in (tmp_path / "link", Path("."), Path(".."), Path("/")):
+        config = config_of(corpus, output)
+        with pytest.raises(ConfigError, match=r"output is '.*', a link, a mount or the working folder"):
+            IndexBuild(config, corpus_files(config.corpus))
+        assert any("a link, a mount or the working folder" in finding.text for finding in check_build(config))
+    assert sorted(tmp_path.rglob("*")) == before
+    build(config_of(corpus, tmp_path / "link" / "new"))
+    assert (tmp_path / "disk" / "new" / "manifest.json").exists()
 
 
 def test_what_faiss_cannot_make_is_refused_with_the_setting(tmp_path):
