@@ -146,15 +146,20 @@ class IndexBuild:
         """
         seen, known, position = SeenIds(), _Partitions(), CorpusPosition()
         number = 0
-        factory = self._config.faiss.factory if self._config.encoder is not None else "Flat"
         for segment in self.segments():
             self._check(segment_name(segment.number), segment.file)
             for batch in read_batches(segment_file(self.folder, segment.number)):
                 seen.add(batch.column("id"))
             known.extend(segment)
+            self._check_searchable(known)
             number, position = segment.number + 1, segment.position
             yield segment
         config = self._config
+        if (skipped := sum(position.counts.values())) > config.max_bad_rows:
+            raise ConfigError(
+                f"max_bad_rows is {config.max_bad_rows}, but {skipped} bad rows were passed over before; raise it, or "
+                f"{self._advice}"
+            )
         batches = read_segments(
             self._files,
             size=config.segment_passages,
@@ -166,15 +171,20 @@ class IndexBuild:
         for batch, position in batches:
             segment = self.write_segment(number, batch, position)
             known.extend(segment)
-            if known.rows and not EXHAUSTIVE.fullmatch(factory):
-                raise ConfigError(
-                    f"faiss.factory is {factory!r}, but a corpus with partitions needs an index whose "
-                    "rows can be searched separately: Flat, SQ or PQ"
-                )
+            self._check_searchable(known)
             number += 1
             yield segment
         if not number:
             raise ConfigError(f"corpus {', '.join(config.corpus)} holds no passage; an index needs at least one")
+
+    def _check_searchable(self, partitions: _Partitions) -> None:
+        """Raises ConfigError for partitions in an index whose rows cannot be searched separately."""
+        factory = self._config.faiss.factory
+        if partitions.rows and self._config.encoder is not None and not EXHAUSTIVE.fullmatch(factory):
+            raise ConfigError(
+                f"faiss.factory is {factory!r}, but a corpus with partitions needs an index whose "
+                "rows can be searched separately: Flat, SQ or PQ"
+            )
 
     def segments(self) -> Iterator[Segment]:
         """Yields the segments that were read so far."""
@@ -251,7 +261,9 @@ class IndexBuild:
         return f"remove {self.folder}, and build the index again"
 
     def _check_settings(self) -> None:
-        """Keeps the settings in the folder. Raises ConfigError when it was begun with others."""
+        """Keeps the settings in the folder. Raises ConfigError when it was begun with others; those of faiss may change
+        until there is a shard, so that no text is encoded again because faiss refused it.
+        """
         file = self._unfinished / "settings.json"
         if not file.exists():
             if any((self.folder / name).exists() for name in (MANIFEST, PASSAGES)):
@@ -259,12 +271,22 @@ class IndexBuild:
                     f"{self.folder} is an unfinished build that lacks {file}, so nobody can tell what it is of; "
                     f"{self._advice}"
                 )
-            write_object(file, self._config.model_dump(mode="json", exclude={*IndexConfig.FREE}))
-        for name, before, now in changed_settings(read_object(file, advice=self._advice), self._config):
+            self._keep_settings(file)
+        changed = changed_settings(read_object(file, advice=self._advice), self._config)
+        has_shard = any((self.folder / VECTORS).glob("*.faiss"))
+        if changed and not has_shard and all(name.startswith("faiss.") for name, *_ in changed):
+            for made in (self.folder / TRAINED, self._record(TRAINED)):
+                made.unlink(missing_ok=True)
+            self._keep_settings(file)
+            return
+        for name, before, now in changed:
             raise ConfigError(
                 f"{self.folder} is an unfinished build with {name} {before!r}, now it is {now!r}; remove that folder, "
                 "or continue with its settings"
             )
+
+    def _keep_settings(self, file: Path) -> None:
+        write_object(file, self._config.model_dump(mode="json", exclude={*IndexConfig.FREE}))
 
     def _check_corpus(self, *, begins: bool = False) -> None:
         """Keeps the fingerprints of the corpus in the folder. Raises ConfigError when they were others before, unless
@@ -353,8 +375,8 @@ class IndexBuild:
         for number, members in enumerate(shards):
             if not self._has(shard_name(number)):
                 note(f"shard {number + 1} of {len(shards)}")
-                index = faiss.clone_index(template)
                 with faiss_faults(config), adding_threads(config.factory, config.graph_threads):
+                    index = faiss.clone_index(template)
                     for segment in members:
                         for block in blocks_of(self._encoded(segment)):
                             index.add(block)

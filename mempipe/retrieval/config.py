@@ -115,7 +115,7 @@ class FaissConfig(Section):
 class IndexConfig(Section):
     """An index to be built: `mempipe index build`."""
 
-    FREE = ("output", "num_encoders", "ray_address")
+    FREE = ("output", "max_bad_rows", "num_encoders", "ray_address")
 
     corpus: list[str]
     """Files or folders of passages (.jsonl, .jsonl.gz, .parquet), paths or fsspec URLs; or texts that passages are made

@@ -22,10 +22,15 @@ BLOCK = 65_536  # vectors handled at once
 def make_index(config: FaissConfig, dimension: int) -> Any:
     """Returns an empty, untrained index by inner product.
 
-    Raises ConfigError when faiss does not know the factory or the search parameters.
+    Raises ConfigError when faiss does not know the factory or the search parameters, or makes an index by distance.
     """
     with faiss_faults(config):
         index = faiss.index_factory(dimension, config.factory, faiss.METRIC_INNER_PRODUCT)
+    if index.metric_type != faiss.METRIC_INNER_PRODUCT:
+        raise ConfigError(
+            f"faiss.factory is {config.factory!r}, which faiss makes for distances only; expected a kind that ranks by "
+            "inner product, such as Flat, SQfp16 or IVF4096,Flat"
+        )
     if config.search:
         set_search_parameters(index, config.search)
     return index

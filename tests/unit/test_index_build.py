@@ -294,6 +294,35 @@ def test_bad_rows_are_counted_up_to_the_limit_and_their_absence_is_in_the_manife
     assert manifest.passages.skipped == {"duplicate_id": 1, "empty": 1, "not_utf8": 1, "too_long": 1}
 
 
+def test_a_build_that_bad_rows_ended_goes_on_with_a_higher_limit_and_not_with_a_lower_one(tmp_path, monkeypatch):
+    corpus = write_corpus(tmp_path / "c.jsonl", 400)
+    lines = corpus.read_text().splitlines()
+    corpus.write_text("\n".join([*lines[:50], "x", *lines[50:350], "x", *lines[350:]]))
+    with pytest.raises(ConfigError, match=r"line 352|2 bad rows"):
+        build(config_of(corpus, tmp_path / "i", max_bad_rows=1))
+    with pytest.raises(ConfigError, match=r"max_bad_rows is 0, but 1 bad rows were passed over before"):
+        build(config_of(corpus, tmp_path / "i"))
+    encoded: list[int] = []
+    monkeypatch.setattr("killed_build.encode_segment", lambda *each: (encoded.append(each[1]), encode_segment(*each)))
+    build(config_of(corpus, tmp_path / "i", max_bad_rows=2))
+    assert encoded == [3]  # the segments before were encoded already
+    build(config_of(corpus, tmp_path / "undisturbed", max_bad_rows=2))
+    assert contents(tmp_path / "i") == contents(tmp_path / "undisturbed")
+
+
+def test_texts_are_not_encoded_again_where_faiss_refused_their_vectors(tmp_path, monkeypatch):
+    corpus = write_corpus(tmp_path / "c.jsonl")
+    for refused in ("IVF600,Flat", "IDMap,Flat"):  # in its training, and once it is trained
+        with pytest.raises(ConfigError, match=rf"faiss.factory is '{refused}'"):
+            build(config_of(corpus, tmp_path / "i", faiss={"factory": refused}))
+    monkeypatch.setattr("killed_build.encode_segment", None)
+    right = {"factory": "IVF4,Flat", "search": "nprobe=4"}
+    build(config_of(corpus, tmp_path / "i", faiss=right))
+    monkeypatch.undo()
+    build(config_of(corpus, tmp_path / "undisturbed", faiss=right))
+    assert contents(tmp_path / "i") == contents(tmp_path / "undisturbed")
+
+
 def test_equal_texts_do_not_lower_the_measured_recall(tmp_path):
     corpus = write_corpus(tmp_path / "c.jsonl", 50)
     rows = [json.loads(line) for line in corpus.read_text().splitlines()]
@@ -322,6 +351,10 @@ def test_an_output_that_can_get_no_new_folder_is_refused_before_anything_is_read
 
 
 def test_what_faiss_cannot_make_is_refused_with_the_setting(tmp_path):
+    with pytest.raises(ConfigError, match=r"faiss.factory is 'HNSW8,PQ8', .*distances only"):
+        make_index(config_of(tmp_path, tmp_path, faiss={"factory": "HNSW8,PQ8"}).faiss, 32)
+    with pytest.raises(ConfigError, match=r"faiss.factory is 'L2norm,Flat'"):
+        build(config_of(write_corpus(tmp_path / "n.jsonl"), tmp_path / "n", faiss={"factory": "L2norm,Flat"}))
     with pytest.raises(ConfigError, match=r"faiss.factory is 'Flut'"):
         make_index(config_of(tmp_path, tmp_path, faiss={"factory": "Flut"}).faiss, 32)
     with pytest.raises(ConfigError, match=r"faiss.factory is 'PQ7'"):
@@ -335,6 +368,10 @@ def test_what_faiss_cannot_make_is_refused_with_the_setting(tmp_path):
 def test_partitions_need_an_index_that_can_be_searched_by_rows(tmp_path):
     corpus = write_corpus(tmp_path / "c.jsonl", partition=True)
     with pytest.raises(ConfigError, match=r"faiss.factory is 'HNSW8', .*partitions.*Flat"):
+        build(config_of(corpus, tmp_path / "i", faiss={"factory": "HNSW8"}))
+    for _ in IndexBuild(config_of(corpus, tmp_path / "i"), corpus_files(corpus)).read():
+        pass
+    with pytest.raises(ConfigError, match=r"faiss.factory is 'HNSW8', .*partitions.*Flat"):  # of passages read before
         build(config_of(corpus, tmp_path / "i", faiss={"factory": "HNSW8"}))
 
 
@@ -410,6 +447,39 @@ def test_files_that_do_not_belong_together_are_not_adopted(tmp_path):
     assert not (tmp_path / "i").exists()
 
 
+@pytest.mark.parametrize(("first", "step", "fits"), [(0, 1, True), (1, 1, False), (0, 1000, False)])
+@pytest.mark.parametrize("kind", ["IDMap,Flat", "IDMap2,Flat", "IVF2,Flat"])
+def test_an_index_that_calls_its_vectors_by_other_numbers_than_their_lines_is_not_adopted(
+    tmp_path, kind, first, step, fits
+):
+    _, corpus, passages = others_files(tmp_path)
+    vectors = HashingEncoder(dimension=32).encode_passages(passages)
+    index = faiss.index_factory(32, kind, faiss.METRIC_INNER_PRODUCT)
+    index.train(vectors)
+    index.add_with_ids(vectors, np.arange(50, dtype=np.int64) * step + first)
+    faiss.write_index(index, str(tmp_path / "numbered.index"))
+    files = tmp_path / "numbered.index", corpus, tmp_path / "i"
+    if fits:
+        adopt_index(*files, encoder=HashingEncoder(dimension=32))
+        (found,) = Retriever(tmp_path / "i").search([Query(text=passages[7].text, num_passages=1)])
+        assert [passage.id for passage in found.passages] == ["7"]
+        return
+    with pytest.raises(ConfigError, match=r"calls a vector \d+; expected the numbers of lines, 0 to 49"):
+        adopt_index(*files, encoder=HashingEncoder(dimension=32))
+
+
+def test_an_adopted_corpus_that_a_link_leads_to_keeps_the_name_of_the_link(tmp_path):
+    index, corpus, _ = others_files(tmp_path)
+    blob, link = tmp_path / "blobs" / "abc123", tmp_path / "snapshot" / "wiki.jsonl"
+    blob.parent.mkdir()
+    link.parent.mkdir()
+    corpus.rename(blob)
+    link.symlink_to("../blobs/abc123")  # as the cache of the Hugging Face hub has it
+    manifest = adopt_index(index, link, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+    assert manifest.passages.files[0] == str(link)
+    assert len(list(read_corpus(manifest.passages.files[0]))) == 50
+
+
 def test_a_line_that_is_no_passage_is_named_when_it_is_found(tmp_path):
     index, corpus, _ = others_files(tmp_path, 120)
     lines = corpus.read_text().splitlines()
@@ -475,39 +545,6 @@ def killed_build_of_texts(tmp_path: Path) -> IndexConfig:
     (tmp_path / "docs").mkdir()
     for name in ("a", "b"):
         (tmp_path / "docs" / f"{name}.txt").write_text(f"{name} was born in Paris.")
-@pytest.mark.parametrize(("first", "step", "fits"), [(0, 1, True), (1, 1, False), (0, 1000, False)])
-@pytest.mark.parametrize("kind", ["IDMap,Flat", "IDMap2,Flat", "IVF2,Flat"])
-def test_an_index_that_calls_its_vectors_by_other_numbers_than_their_lines_is_not_adopted(
-    tmp_path, kind, first, step, fits
-):
-    _, corpus, passages = others_files(tmp_path)
-    vectors = HashingEncoder(dimension=32).encode_passages(passages)
-    index = faiss.index_factory(32, kind, faiss.METRIC_INNER_PRODUCT)
-    index.train(vectors)
-    index.add_with_ids(vectors, np.arange(50, dtype=np.int64) * step + first)
-    faiss.write_index(index, str(tmp_path / "numbered.index"))
-    files = tmp_path / "numbered.index", corpus, tmp_path / "i"
-    if fits:
-        adopt_index(*files, encoder=HashingEncoder(dimension=32))
-        (found,) = Retriever(tmp_path / "i").search([Query(text=passages[7].text, num_passages=1)])
-        assert [passage.id for passage in found.passages] == ["7"]
-        return
-    with pytest.raises(ConfigError, match=r"calls a vector \d+; expected the numbers of lines, 0 to 49"):
-        adopt_index(*files, encoder=HashingEncoder(dimension=32))
-
-
-def test_an_adopted_corpus_that_a_link_leads_to_keeps_the_name_of_the_link(tmp_path):
-    index, corpus, _ = others_files(tmp_path)
-    blob, link = tmp_path / "blobs" / "abc123", tmp_path / "snapshot" / "wiki.jsonl"
-    blob.parent.mkdir()
-    link.parent.mkdir()
-    corpus.rename(blob)
-    link.symlink_to("../blobs/abc123")  # as the cache of the Hugging Face hub has it
-    manifest = adopt_index(index, link, tmp_path / "i", encoder=HashingEncoder(dimension=32))
-    assert manifest.passages.files[0] == str(link)
-    assert len(list(read_corpus(manifest.passages.files[0]))) == 50
-
-
     config = IndexConfig(
         corpus=[str(tmp_path / "docs")], output=str(tmp_path / "i"), encoder=None, lexical=True, segment_passages=1
     )
