@@ -17,6 +17,7 @@ facts have passages; in part it would be counted wrongly.
 from __future__ import annotations
 
 import html
+import unicodedata
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -184,8 +185,9 @@ def _triple_fact(triple: object, texts: Mapping[str, str]) -> Fact | None:
     if not isinstance(triple, list) or len(triple) != 3 or not all(isinstance(part, str) for part in triple):
         return None
     subject, _, value = (part.strip() for part in triple)
-    title = next((title for title in texts if _key(title) == _key(subject)), None)
-    title = title or next((title for title, text in texts.items() if contains_value(text, value)), None)
+    # A title may part its subject from others of the name, "Robert Smith (director)".
+    named = (title for form in (str, _bare) for title in texts if _key(form(title)) == _key(subject))
+    title = next(named, None) or next((title for title, text in texts.items() if contains_value(text, value)), None)
     return Fact(title=title, value=value, text=texts[title]) if title and value else None
 
 
@@ -223,7 +225,7 @@ def _bare(title: str) -> str:
 
 
 def _key(title: str) -> str:
-    return html.unescape(title).strip().lower()
+    return unicodedata.normalize("NFC", html.unescape(title)).strip().lower()
 
 
 def _share(text: str, words: set[str]) -> float:

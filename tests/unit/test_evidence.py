@@ -215,3 +215,30 @@ def test_hotpotqa_is_matched_to_an_index_and_its_memories_can_be_measured(tmp_pa
     rates = memory_quality([Group(id="g", question=question, trajectories=[trajectory])])
     assert (rates["kept_rate"], rates["lost_rate"], rates["found_rate"]) == (0.5, 1.0, 1.0)
     assert first_causes(trajectory, question, growing=False) == ["lost"]
+
+
+def test_a_fact_belongs_to_the_text_about_its_subject_whatever_parts_the_title_from_others(tmp_path):
+    documents = [
+        ["Casino (film)", ["Casino was shot in France by Robert Smith."]],
+        ["Robert Smith (director)", ["Robert Smith was born in France."]],
+    ]
+    row = {
+        "_id": "q",
+        "question": "Where was the director of Casino born?",
+        "answer": "France",
+        "context": documents,
+        "supporting_facts": [[title, 0] for title, _ in documents],
+        "evidences": [["Casino", "director", "Robert Smith"], ["Robert Smith", "place of birth", "France"]],
+    }
+    ((row, reading),) = iter_rows(jsonl(tmp_path / "2wiki.jsonl", row))
+    found = facts_of(row, reading.question)
+    assert [(fact.title, fact.value) for fact in found] == [
+        ("Casino (film)", "Robert Smith"),
+        ("Robert Smith (director)", "France"),
+    ]
+
+
+def test_a_title_is_the_same_however_its_accents_are_written():
+    fact = Fact(title="Beyonc\u00e9", value="Houston", text="She was born in Houston.")
+    passages = pa.RecordBatch.from_pylist([{"id": "b", "title": "Beyonce\u0301", "text": "She was born in Houston."}])
+    assert match([fact], [passages]) == {fact: Evidence(passage_id="b", value="Houston")}
