@@ -42,7 +42,9 @@ _DESCRIPTIONS = re.compile(rf"\(list(?:{_DESCRIPTION.pattern})*\s*\)", re.DOTALL
 _LISP_LIST = re.compile(r"\(list(\s*\)|\s+\()")
 _BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 _BOXED = re.compile(re.escape(BOX) + r"\s*\{(.*\S.*)\}", re.DOTALL)
-_PYTHON_LIST = re.compile(r"\[\s*'.*\]", re.DOTALL)
+_PRINTED = re.compile(r"\[\s*'.*\]|array\(\[\s*['\"].*\)|\{\s*'.*\barray\(\[.*\}", re.DOTALL)
+"""A list as Python and NumPy print it: ['a', 'b'], ['a' 'b'], array(['a'], dtype=object), or one of these in an
+object."""
 
 
 def find(row: object, paths: Sequence[str]) -> Any:
@@ -268,7 +270,7 @@ def _answers_in(text: str, name: str) -> list[str]:
     listed = _json_in(text)
     if _holds_answers(listed, name):
         return golden_answers(_without_blanks(listed), name)
-    if listed is None and (_PYTHON_LIST.fullmatch(text) or _holds_answers(_printed_in(text), name)):
+    if listed is None and (_PRINTED.fullmatch(text) or _holds_answers(_printed_in(text), name)):
         raise BadRow(
             "ambiguous",
             f"{name} is {shown(text)}, which may be one golden answer or a list that Python printed; write a list as "
