@@ -74,6 +74,11 @@ def is_empty(value: object) -> bool:
     return value in _NO_VALUE or value != value  # what pandas writes for no value is not a number
 
 
+def has_no_item(value: object) -> bool:
+    """Returns whether a value is columns without a row, as HotpotQA has them for a question without documents."""
+    return isinstance(value, dict) and all(column == [] for column in value.values())
+
+
 def lists_no_answer(value: object) -> bool:
     """Returns whether a value is a list of golden answers that names none: an empty one (also as the text of a cell),
     one of nameless objects, or WebQuestions' list of empty texts."""

@@ -28,6 +28,7 @@ from mempipe.data.row_values import (
     context_of,
     find,
     golden_answers,
+    has_no_item,
     has_value,
     is_empty,
     lists_no_answer,
@@ -255,7 +256,8 @@ def _read(shape: RowShape, row: dict[str, Any], *, file: InputFile, number: int)
             for answer in golden_answers(value_at(row, name), name)
         ]
         source = _source(shape.source, row, file)
-        has_context = shape.is_read or (bool(shape.context) and has_value(row, shape.context))
+        given = value_at(row, shape.context) if shape.context else None
+        has_context = shape.is_read or not (is_empty(given) or has_no_item(given))
         own_id, fields["id"] = _identity(shape, row, file=file, source=source, number=number)
         made = Question(
             id=own_id,
@@ -263,7 +265,7 @@ def _read(shape: RowShape, row: dict[str, Any], *, file: InputFile, number: int)
             golden_answers=list(dict.fromkeys(golden)),
             source=source,
             num_hops=num_hops(row),
-            context=context_of(value_at(row, shape.context), file=file, name=shape.context) if has_context else "",
+            context=context_of(given, file=file, name=shape.context) if has_context else "",
         )
     made = _readable(made)
     if not made.id:

@@ -219,6 +219,13 @@ def test_hotpotqa_items_have_hops_and_their_documents(tmp_path):
     assert read_questions(path) == [expected, dataclasses.replace(expected, id="b")]
 
 
+def test_a_question_of_hotpotqa_for_which_no_document_was_found_has_no_context(tmp_path):
+    none: list[Any] = [[], {"title": [], "sentences": []}]  # official and Hugging Face's fullwiki
+    rows = [hotpotqa_item("a"), *(hotpotqa_item(str(i)) | {"context": empty} for i, empty in enumerate(none))]
+    (tmp_path / "fullwiki.json").write_text(json.dumps(rows))
+    assert [bool(question.context) for question in read_questions(tmp_path / "fullwiki.json")] == [True, False, False]
+
+
 def test_context_and_objectives_survive_our_own_parquet(tmp_path):
     questions = read_questions(parquet(tmp_path / "m.parquet", mem1_row(0, 1))) + read_questions(
         parquet(tmp_path / "a.parquet", memagent_row(0))
