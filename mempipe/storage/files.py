@@ -67,13 +67,33 @@ def check_new_folder(path: Path, *, setting: str) -> None:
 def whole_folder(path: Path) -> Iterator[Path]:
     """Yields an empty folder, next to `path`, to be filled.
     When the block ends without an error, it becomes `path`, replacing an old one.
+
+    Raises ConfigError while another process fills one for the same `path`.
     """
+    if partial_folder(path).exists():  # of a process that was killed, or of one that is alive
+        os.close(_lock_partial(path))
     partial = start_folder(path)
+    descriptor = _lock_partial(path)
     try:
         yield partial
         finish_folder(partial, path)
     finally:
+        os.close(descriptor)
         discard_folder(path)
+
+
+def _lock_partial(path: Path) -> int:
+    """Returns the descriptor of the folder that becomes `path`, locked until it is closed. Raises ConfigError while
+    another process holds the lock."""
+    descriptor = os.open(partial_folder(path), os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(descriptor)
+        raise ConfigError(f"another process is making {path}; wait for it, or choose another folder") from error
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
 
 
 def start_folder(path: Path) -> Path:

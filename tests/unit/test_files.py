@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from dying_process import killed_at
 
+from mempipe.settings import ConfigError
 from mempipe.storage import files
 from mempipe.storage.files import (
     in_turn,
@@ -179,3 +180,16 @@ def test_a_folder_stays_locked_when_this_process_reads_its_lock_file(tmp_path):
 def test_a_process_that_ends_unlocks(tmp_path):
     assert [_locks(tmp_path).strip() for _ in range(2)] == ["1"] * 2
     lock(tmp_path)
+
+
+def test_a_folder_is_made_by_one_writer_at_a_time(tmp_path):
+    path = tmp_path / "made"
+    with whole_folder(path) as partial:
+        (partial / "a").write_text("first")
+        with pytest.raises(ConfigError, match=r"another process is making .*made; wait for it"), whole_folder(path):
+            pass
+        assert (partial / "a").read_text() == "first"
+    assert (path / "a").read_text() == "first" and sorted(tmp_path.iterdir()) == [path]
+    with whole_folder(path) as partial:
+        (partial / "a").write_text("second")
+    assert (path / "a").read_text() == "second"
