@@ -131,7 +131,8 @@ def find_candidates(passages: Sequence[Passage], finder: Finder, config: ClozeCo
     already."""
     rows = []
     for passage, entities in zip(passages, finder.find([passage.text for passage in passages]), strict=True):
-        spans, split = sentences(passage.text), split_of(passage.title, passage.partition, config)
+        # Passages without a title would all be in one split.
+        spans, split = sentences(passage.text), split_of(passage.title or passage.id, passage.partition, config)
         starts = [start for start, _ in spans]
         for entity in entities:
             start, end = spans[max(0, bisect.bisect_right(starts, entity.start) - 1)]

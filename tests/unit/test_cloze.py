@@ -263,3 +263,11 @@ def test_the_same_seed_gives_the_same_questions_in_whatever_order_passages_come(
     assert again.questions == made.questions and again.counts == made.counts
     other = choose_questions(candidates.with_columns(pl.col("draw").hash(seed=3)).lazy(), len(passages), config)
     assert other.questions != made.questions
+
+
+def test_passages_without_titles_are_in_every_split():
+    sentence = "In the cold spring Ada{} Loman walked across {} frozen fields toward the old mill."
+    passages = [Passage(id=str(i), title="", text=sentence.format(i, 30 + i)) for i in range(200)]
+    config = ClozeConfig(validation_share=0.2, test_share=0.2, two_passages=0)
+    made = choose_questions(find_candidates(passages, RuleFinder(), config).lazy(), len(passages), config)
+    assert all(len(questions) > 20 for questions in made.questions.values())
