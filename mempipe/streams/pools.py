@@ -55,7 +55,7 @@ def stream_tables(
     """Yields the tables that the last pool returns, in any order unless `ordered`.
 
     `read` runs in a worker and yields one table for every row; `rows` names them in messages. Raises errors of the
-    kinds `raises` as they were raised, and RoleLost when the stream lost an actor.
+    kinds `raises` as they were raised, OSError for a fault of the disk, and RoleLost when the stream lost an actor.
     """
     context = DataContext.get_current().copy()
     context.execution_options.preserve_order = ordered
@@ -84,10 +84,12 @@ def stream_tables(
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     except RayTaskError as error:
         for kind in raises:
-            if failed := re.search(rf"{kind.__name__}: (.+)", str(error)):
+            if failed := re.search(rf"{kind.__name__}: (.+(?:\n  .+)*)", str(error)):  # with its list of bad rows
                 raise kind(failed[1]) from error
         if is_lost(error):
             raise RoleLost(f"the stream of {rows} lost an actor: {one_line(error)}") from error
+        if failed := re.search(r"OSError: (\[Errno \d+\] .+)", str(error)):  # a full disk, above all
+            raise OSError(failed[1]) from error
         raise
 
 
