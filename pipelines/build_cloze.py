@@ -70,7 +70,8 @@ def build_cloze(
         read = _write_corpus(corpus, file, fallback=fallback, words=config.passage_words)
         with connected(ray_address, name=name):
             num_passages = _write_candidates(str(file), partial / "candidates", config)
-        made = choose_questions(pl.scan_parquet(partial / "candidates" / "*.parquet"), num_passages, config)
+        found = sorted((partial / "candidates").glob("*.parquet"))  # by polars a bracket in the path would be a pattern
+        made = choose_questions(pl.scan_parquet(found, glob=False), num_passages, config)
         shutil.rmtree(partial / "candidates")
         for split in SPLITS:
             write_questions(partial / f"{split}.parquet", made.questions[split])

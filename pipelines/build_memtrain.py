@@ -123,7 +123,7 @@ def describe(folder: Path) -> list[str]:
 def shown(folder: Path, count: int) -> list[str]:
     """Returns the first documents as text for a person to read."""
     lines: list[str] = []
-    for row in pl.scan_parquet(folder / DOCUMENTS).head(max(count, 0)).collect().iter_rows(named=True):
+    for row in pl.scan_parquet(folder / DOCUMENTS, glob=False).head(max(count, 0)).collect().iter_rows(named=True):
         lines.append(
             f"\n=== {row['id']}: {row['golden_answers'][0]!r} ({row['kind']}), {row['num_masks']} masks, "
             f"{len(row['chunk_tokens'])} chunks, from {row['pivot_title']!r}"
@@ -150,9 +150,10 @@ def _count(folder: Path, order: np.ndarray, config: DocumentsConfig) -> CommonEn
     """Returns the entities that a sample of the corpus shows to be too common or too easy to guess."""
     sample = np.sort(order[: config.statistics_passages])
     _run(_parts(folder, sample, PASSAGES_AT_ONCE), config, None, label="passages counted")
-    for part in sorted(folder.glob("*.parquet")):
+    made = sorted(folder.glob("*.parquet"))
+    for part in made:
         _num_rows(part)  # refuses a damaged file, which polars would read
-    return common_entities(pl.scan_parquet(folder / "*.parquet"), len(sample), config)
+    return common_entities(pl.scan_parquet(made, glob=False), len(sample), config)
 
 
 def _make(folder: Path, order: np.ndarray, config: DocumentsConfig, common: CommonEntities) -> list[Path]:
@@ -224,7 +225,7 @@ def _write(file: Path, parts: Sequence[Path], first: int, last: int) -> None:
 def _summary(folder: Path, rejected: Counter[str]) -> dict[str, Any]:
     """Returns counts, kinds, and (least, median, most) of the quantities that differ between documents."""
     values = (
-        pl.scan_parquet(folder / DOCUMENTS)
+        pl.scan_parquet(folder / DOCUMENTS, glob=False)
         .select(
             "kind",
             "num_masks",

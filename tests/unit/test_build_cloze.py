@@ -32,7 +32,7 @@ def in_this_process(monkeypatch) -> None:
 
 
 def test_the_passages_of_a_corpus_lie_beside_its_questions(tmp_path):
-    corpus, folder = tmp_path / "wiki.jsonl", tmp_path / "made"
+    corpus, folder = tmp_path / "wiki.jsonl", tmp_path / "[v2]" / "made"
     sentence = "In the cold spring Ada{} Loman walked across {} frozen fields toward the old mill."
     rows = [{"id": str(i), "contents": f'"House {i}"\n{sentence.format(i, 30 + i)}'} for i in range(30)]
     corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
