@@ -23,9 +23,9 @@ def results(folder: str | Path) -> pl.DataFrame:
     so far.
 
     Scores are means over the attempts; answer, end_reason, cause, turns and tokens are those of the first one; a joined
-    question has a cause for each of its answers ("none; lost"). `trial`
-    is the sweep's; `memory_tokens` is null for an agent without that budget. Raises ConfigError for a folder without
-    results, and for a damaged file.
+    question has a cause for each of its answers ("none; lost"). `trial` is the sweep's; `memory_tokens` is null for an
+    agent without that budget, and for a control run. Raises ConfigError for a folder without results, and for a damaged
+    file.
     """
     top = Path(folder)
     if not top.is_dir():
@@ -39,13 +39,14 @@ def results(folder: str | Path) -> pl.DataFrame:
 def _rows(place: Path) -> list[dict[str, Any]]:
     """Returns the rows of the folder of one run on one set."""
     place = place.resolve()
-    config = read_result_state(place)["settings"]["run"]
+    settings = read_result_state(place)["settings"]
+    config, is_control = settings["run"], settings.get("control") is not None
     of_run = {
         "trial": place.parents[1].name if place.parents[2].name == _TRIALS else None,
         "run": place.parent.name,
         "set": place.name,
         "agent": config["agent"]["name"],
-        "memory_tokens": config["budget"].get("memory_tokens"),
+        "memory_tokens": None if is_control else config["budget"].get("memory_tokens"),
     }
     return [
         {**of_run, "question_id": row.question_id, "num_hops": row.num_hops or None, **row_values(row)}

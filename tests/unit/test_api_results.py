@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import polars as pl
 import pytest
 from result_builders import answered
 
@@ -12,10 +13,10 @@ from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.settings import ConfigError
 
 
-def write(folder: Path, rights: list[bool], *, memory_tokens: int | None) -> None:
+def write(folder: Path, rights: list[bool], *, memory_tokens: int | None, control: str | None = None) -> None:
     """Writes the results of one run on one set."""
     budget = {} if memory_tokens is None else {"memory_tokens": memory_tokens}
-    results = ResultFolder(folder, {"run": {"agent": {"name": "memsearcher"}, "budget": budget}})
+    results = ResultFolder(folder, {"run": {"agent": {"name": "memsearcher"}, "budget": budget}, "control": control})
     groups = answered(rights, num_hops=[2] * len(rights))
     results.append(groups, [result_row(each, growing=False, prompt_hash="p") for each in groups])
     results.finish()
@@ -29,6 +30,13 @@ def test_a_sweep_has_a_row_for_each_question_of_each_trial(tmp_path):
     assert rows.filter(trial="small")["em"].to_list() == [1.0, 0.0]
     assert rows.filter(trial="small")["answer"].to_list() == ["Nile", "Rhine"]
     assert set(rows["memory_tokens"]) == {16, 64} and set(rows["num_hops"]) == {2}
+
+
+def test_a_control_is_under_no_budget(tmp_path):
+    write(tmp_path / "trials" / "large" / "a" / "nq", [True, True], memory_tokens=64)
+    write(tmp_path / "trials" / "blank" / "a" / "nq", [False, False], memory_tokens=64, control="no_memory")
+    by_budget = mempipe.results(tmp_path).group_by("memory_tokens").agg(pl.mean("em"))
+    assert dict(by_budget.rows()) == {64: 1.0, None: 0.0}
 
 
 def test_an_evaluation_its_run_and_its_set_are_read_alike(tmp_path):
