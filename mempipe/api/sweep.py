@@ -112,14 +112,14 @@ def sweep(
 
 
 def with_memory(config: RunConfig, memory_tokens: int) -> RunConfig:
-    """Returns the config with another memory budget. Raises ConfigError when the agent has none, or when the context of
-    its engine does not hold it."""
+    """Returns the config with another memory budget and the limits of `mempipe sweep`; the context stays, since the
+    engine has one already. Raises ConfigError when the agent has no such budget, or when the context does not hold it.
+    """
     if not config.budget.can_be_swept:
         raise ConfigError(f"memory_tokens: agent.name {config.agent.name!r} has no memory budget to sweep")
     values = config.model_dump(mode="json", exclude_unset=True)
-    budget = {"memory_tokens": memory_tokens}
+    limits = {"memory_tokens": memory_tokens}
     if isinstance(config.budget, MemoryBudget):
-        tags = config.budget.memory_message_limit - config.budget.memory_tokens  # room for its tags stays as it is
-        budget["memory_message_tokens"] = memory_tokens + tags
-    values["budget"] = {**values.get("budget", {}), **budget}
+        limits = config.budget.under(memory_tokens, fixed=("context_tokens",))
+    values["budget"] = {**values.get("budget", {}), **limits}
     return parse_section(values, RunConfig)

@@ -433,6 +433,8 @@ def test_a_sweep_finds_the_memory_that_is_enough(agent, questions):
     assert scores[-1] == 1.0 and scores[0] < 1.0
     assert swept.evaluations[4].interval().value == pytest.approx(scores[0])
     assert swept.evaluations[4].config.budget.memory_tokens == 4
+    messages = {each.config.budget.memory_message_limit for each in swept.evaluations.values()}
+    assert messages == {agent.config.budget.memory_message_limit}, "as by the command: the memory is cut, no message"
     assert swept.table["verdict"].to_list()[-1] is None and "cannot be told with" in swept.verdict  # a few questions
     assert "24 tokens are enough" in mempipe.sweep(agent, questions, memory_tokens=[24, 64], margin=99.0).verdict
     assert agent.config.budget.memory_tokens == 64
