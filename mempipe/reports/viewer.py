@@ -24,8 +24,8 @@ _MAX_CHUNK_CHARS = 2_000
 
 
 def write_viewer(path: Path, traced: Sequence[Traced], *, title: str) -> int:
-    """Writes the page, atomically, with the first `MAX_TRAJECTORIES`. Returns the number of trajectories."""
-    shown = traced[:MAX_TRAJECTORIES]
+    """Writes the page, atomically, with `MAX_TRAJECTORIES` at most. Returns the number of trajectories."""
+    shown = _first_questions(traced)
     page = render(
         "trace.html",
         title=title,
@@ -35,6 +35,14 @@ def write_viewer(path: Path, traced: Sequence[Traced], *, title: str) -> int:
     )
     write_text(path, page)
     return len(shown)
+
+
+def _first_questions(traced: Sequence[Traced]) -> list[Traced]:
+    """Returns the trajectories of the first questions, those of every phase, in their order."""
+    places: dict[str, int] = {}
+    questions = [places.setdefault(each.question.id, len(places)) for each in traced]
+    chosen = sorted(range(len(traced)), key=questions.__getitem__)[:MAX_TRAJECTORIES]
+    return [traced[index] for index in sorted(chosen)]
 
 
 def viewer_data(traced: Sequence[Traced]) -> dict[str, Any]:

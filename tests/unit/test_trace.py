@@ -165,6 +165,8 @@ def test_a_large_run_is_cut_and_the_page_says_so(run, tmp_path, capsys, monkeypa
     monkeypatch.setattr(viewer, "MAX_TRAJECTORIES", 4)
     assert "4 of 6" in printed(capsys, run, "--html", tmp_path / "t.html")
     assert "2 more are not in this file" in (tmp_path / "t.html").read_text()
+    for key in ("before/q0/0", "after/q0/0", "before/q1/0", "after/q1/0"):
+        assert f'"id": "{key}"' in (tmp_path / "t.html").read_text(), "a question is there in both phases"
 
 
 def test_a_passage_is_stored_once(run):
