@@ -18,6 +18,7 @@ from mempipe.types import Context, Group, Question, Trajectory
 _NUM_EXAMPLES = 3
 _MAX_CHARS = 1500  # of a message, a memory
 _MAX_PASSAGE_CHARS = 220
+_MAX_COMPARED = 10_000  # characters of a memory; the time to compare two grows with their product
 
 Words = list[tuple[str, str]]
 """(kind, text) with the kinds "kept", "added" and "dropped"."""
@@ -159,8 +160,20 @@ def _shown_turn(
         ],
         wrote=wrote,
         memory_head=f"memory, {context.num_new_memory_tokens:,} tokens{truncated}: ",
-        memory=[*changed_runs(cut(context.memory_before, _MAX_CHARS), cut(context.memory_after, _MAX_CHARS))],
+        memory=_changed_words(context),
     )
+
+
+def _changed_words(context: Context) -> Words:
+    """Returns the words of the memory before and after the turn, cut after they were compared: the end of a memory that
+    is too long to be shown was not dropped for that."""
+    words, left = Words(), _MAX_CHARS
+    for kind, text in changed_runs(cut(context.memory_before, _MAX_COMPARED), cut(context.memory_after, _MAX_COMPARED)):
+        words.append((kind, cut(text, left)))
+        left -= len(text)
+        if left <= 0:
+            break
+    return words
 
 
 def _spread(pairs: list[tuple[Group, Group]]) -> list[tuple[Group, Group]]:

@@ -463,6 +463,21 @@ def test_the_page_marks_the_words_of_a_memory(tmp_path):
     assert '<b class="needed">● </b><b>T</b>' in page.read_text()
 
 
+def test_what_a_long_memory_keeps_is_not_shown_as_dropped():
+    group = make_group("after", 0, em=1.0)
+    (trajectory,) = group.trajectories
+    first, last = trajectory.contexts
+    known = " ".join(f"fact {number};" for number in range(300))
+    contexts = [
+        first,
+        dataclasses.replace(last, memory_before=known, memory_after=f"one more; {known}", searches=first.searches),
+    ]
+    shown = shown_turns(dataclasses.replace(trajectory, contexts=contexts), group.question)
+    (added, more), (kept, rest) = shown[1].memory
+    assert (added, more, kept) == ("added", "one more;", "kept") and known.startswith(rest.removesuffix("…"))
+    assert rest.endswith("…") and len(more + rest) == 1500
+
+
 def page_of(tmp_path, **changes) -> str:
     page, _ = write_report(tmp_path, make_data(**changes))
     return html.unescape(" ".join(page.read_text().split()))
