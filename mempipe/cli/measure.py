@@ -135,6 +135,11 @@ def _budgets(arguments: argparse.Namespace) -> None:
     is_sweep = (folder / SWEEP_FILE).exists()
     study_folder = study_sweep if is_sweep else study_evaluation
     study = study_folder(folder, metric=arguments.metric, margin=arguments.margin)
+    if not study.whole.curves:
+        raise ConfigError(
+            f"{folder} has no agent that was measured under two memory budgets; add one to the sweep's budgets, and "
+            "`mempipe sweep` --resume measures it"
+        )
     paths = write_budget_report(folder, study, name=folder.resolve().name)
     sentence = left_out(folder) if is_sweep else not_ended(folder)
     print("\n".join([*budget_lines(study), *filter(None, [sentence]), f"Written: {', '.join(map(str, paths))}"]))

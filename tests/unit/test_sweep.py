@@ -452,6 +452,16 @@ def test_a_trial_whose_results_are_missing_is_not_left_out_in_silence(tmp_path):
         study_sweep(sweep.folder)
 
 
+def test_one_budget_has_no_curve_and_the_command_says_so(tmp_path, capsys):
+    sweep = config(tmp_path, budgets=[8])
+    for trial in trials(sweep):
+        write_configs(sweep.folder, trial)
+        finish(trial, right=30)
+    assert sweep_main(sweep, resume="always") == []
+    assert command(["budgets", str(sweep.folder)]) == 2
+    assert "no agent that was measured under two memory budgets; add one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("measured", [False, True])
 def test_a_budget_that_the_user_took_out_is_not_in_the_report(tmp_path, capsys, measured):
     first = config(tmp_path, budgets=[4, 8, 16])
