@@ -20,6 +20,8 @@ _NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _SHARE_SIZE = (1000, 1)  # the page stretches it
 _CHAR_WIDTH, _VALUE_CHAR_WIDTH, _ROW = 6.8, 6.2, 16
 _OVERHANG = 2  # letters by which a word may be wider than its room before it is split
+_VALUE_OVERHANG = 2  # px by which a value may be wider than its bar
+_GAP = 4  # px between two bars, less between narrow ones
 _LEAST_NOTE_ROOM = 60  # px; notes below narrower groups would be columns of single words
 
 
@@ -105,8 +107,8 @@ def style_of(number: int) -> str:
 
 
 def percent(value: float) -> str:
-    """Writes 0.625 as 62.5 %, without a needless digit."""
-    text = f"{100 * value:.1f}"
+    """Writes 0.625 as 62.5 %, without a needless digit, and a share below 1 % with two digits."""
+    text = f"{100 * value:.1f}" if not 0 < abs(value) < 0.01 else f"{100 * value:.2g}"
     return f"{text.removesuffix('.0')} %"
 
 
@@ -167,9 +169,9 @@ def line_chart(
     lowest, highest = min(0.0, *(y for _, y in finite)), max(y for _, y in finite)
     y_ticks = _ticks(lowest, y_max or (highest if highest > lowest else lowest + 1), size[1] // 60)
     x_low, x_high = min(x for x, _ in finite), max(x for x, _ in finite)
-    x_ticks = _ticks(x_low, x_high, size[0] // 80, whole=True)
+    x_ticks = [tick for tick in _ticks(x_low, x_high, size[0] // 80, whole=True) if x_low <= tick <= x_high]
     plot = _Plot(x=(x_low, x_high if x_high > x_low else x_low + 1), y=(y_ticks[0], y_ticks[-1]), size=size)
-    parts = [*_grid(plot, y_ticks, y_format), *_x_axis(plot, [t for t in x_ticks if x_low <= t <= x_high], x_label)]
+    parts = [*_grid(plot, y_ticks, y_format), *_x_axis(plot, x_ticks or [x_low], x_label)]
     for line in series:
         parts += _line(plot, line)
     chart = _chart(title, parts, size)
@@ -189,9 +191,9 @@ def bar_chart(
     plot = _Plot(x=(0.0, float(len(groups))), y=(0.0, y_ticks[-1]), size=size)
     room = plot.px(1) - plot.px(0)
     widths = [min(44.0, 0.76 * room / max(1, len(group.bars))) for group in groups]
-    formats, shortest = ((percent,), whole_percent) if size == WIDE else ((whole_percent, bare_percent), _nothing)
-    fitting = (each for each in formats if _width([each(bar.value) for bar in drawn]) <= min(widths, default=0.0))
-    write = next(fitting, shortest)
+    formats = [whole_percent, bare_percent] if size != WIDE else [percent, whole_percent, bare_percent]
+    most = min(widths, default=0.0) + _VALUE_OVERHANG
+    write = next((each for each in formats if _width([each(bar.value) for bar in drawn]) <= most), _nothing)
     parts = _grid(plot, y_ticks, percent)
     num_rows = 0
     for index, (group, width) in enumerate(zip(groups, widths, strict=True)):
@@ -291,8 +293,8 @@ def _line(plot: _Plot, line: Series) -> list[Shape]:
 
 
 def _bar(plot: _Plot, bar: Bar, x: float, width: float, y_format: Callable[[float], str]) -> list[Shape]:
-    y = plot.py(bar.value)
-    place = {"x": x + 2, "y": y, "width": width - 4, "height": max(plot.bottom - y, 0.0), "rx": 2}
+    y, gap = plot.py(bar.value), min(_GAP, 0.3 * width)
+    place = {"x": x + gap / 2, "y": y, "width": width - gap, "height": max(plot.bottom - y, 0.0), "rx": 2}
     parts = [Shape(tag="rect", place=place, style=f"bar {bar.style}")]
     top = y
     if bar.low is not None and bar.high is not None:

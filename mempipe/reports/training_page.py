@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from mempipe.evaluation.quality_by_turn import first_of_row, row_label
 from mempipe.evaluation.rollout_metrics import full_history_tokens, prompt_tokens_by_turn
+from mempipe.facts import is_memory_turn
 from mempipe.reports.alarms import alarms
 from mempipe.reports.charts import (
     SMALL,
@@ -341,7 +342,7 @@ def _memory_size_chart(data: ReportData) -> Figure | None:
         Series(
             label=f"budget, {data.memory_budget:,}",
             style="budget",
-            points=[(1, data.memory_budget), (last, data.memory_budget)],
+            points=[(1, data.memory_budget), (max(last, 2.0), data.memory_budget)],  # a line for a single turn, too
         )
     )
     chart = line_chart(lines, title="Memory tokens by turn against the budget", x_label="turn")
@@ -351,13 +352,13 @@ def _memory_size_chart(data: ReportData) -> Figure | None:
 
 
 def _memory_sizes(groups: Sequence[Group]) -> list[list[float]]:
-    """Returns the tokens of the memories that each trajectory left, in turn order. Turns without a search write none
-    and come last.
+    """Returns the tokens of the memories that each trajectory left, by turn: 0 for a turn that left none and was
+    followed by another.
     """
     return [
-        [float(c.num_new_memory_tokens) for c in t.contexts if c.searches or c.memory_after]
-        for g in groups
-        for t in g.trajectories
+        [float(context.num_new_memory_tokens) for i, context in enumerate(t.contexts) if is_memory_turn(t, i)]
+        for group in groups
+        for t in group.trajectories
     ]
 
 

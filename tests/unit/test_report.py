@@ -35,7 +35,7 @@ from mempipe.reports.examples import choose_examples, examples, shown_turns
 from mempipe.reports.pages import render
 from mempipe.reports.training import write_report
 from mempipe.reports.training_data import ReportData, em_interval, read_report_data, summarise
-from mempipe.reports.training_page import render_page
+from mempipe.reports.training_page import _memory_size_chart, _memory_sizes, render_page
 from mempipe.settings import ConfigError
 from mempipe.storage.json_files import write_object
 from mempipe.text import changed_runs
@@ -554,6 +554,44 @@ def test_labels_of_narrow_bars_are_shortened_before_they_collide():
 
     assert labels(2) == ["99.7 %", "99.5 %"] * 2
     assert labels(6) == ["100 %", "100 %"] * 6
+    assert labels(10) == ["100", "100"] * 10
+    assert labels(20) == ["", ""] * 20
+
+
+@pytest.mark.parametrize("num_bars", [1, 6, 12, 30])
+def test_bars_are_seen_however_narrow_they_are(num_bars):
+    groups = [BarGroup(label="a", bars=[Bar(value=0.5, style="x")] * num_bars)] * 8
+    chart = bar_chart(groups, title="t", y_max=1.0)
+    assert chart.narrow is not None
+    for drawn_chart in (chart, chart.narrow):
+        places = [shape.place for shape in drawn_chart.shapes if shape.tag == "rect"]
+        assert min(place["width"] for place in places) > 0.5
+        ends = [place["x"] + place["width"] for place in places]
+        assert all(end < after["x"] for end, after in zip(ends, places[1:], strict=False)), "beside each other"
+
+
+def test_small_shares_and_single_points_have_their_numbers_at_the_axes():
+    small = line_chart([Series(label="", style="a", points=[(1, 0.0001), (3, 0.0003)])], title="t", x_label="step")
+    shares = line_chart(
+        [Series(label="", style="a", points=[(1, 0.0001), (3, 0.0003)])], title="t", x_label="step", y_format=percent
+    )
+    assert len({shape.text for shape in shares.shapes if "end" in shape.style}) == len(
+        [shape for shape in small.shapes if "end" in shape.style]
+    )
+    alone = line_chart([Series(label="", style="a", points=[(211.7, 0.5)], markers=True)], title="t", x_label="tokens")
+    assert "212" in {shape.text for shape in alone.shapes}
+
+
+def test_memory_tokens_are_drawn_at_their_turn_and_the_budget_at_a_single_one():
+    group = make_group("after", 0, em=1.0)
+    (trajectory,) = group.trajectories
+    first, last = trajectory.contexts
+    lost = dataclasses.replace(first, index=1, searches=[], memory_after="", num_new_memory_tokens=0)
+    again = dataclasses.replace(first, index=2, num_new_memory_tokens=9)
+    turns = dataclasses.replace(trajectory, contexts=[first, lost, again, last])
+    assert _memory_sizes([dataclasses.replace(group, trajectories=[turns])]) == [[2.0, 0.0, 9.0]]
+    chart = _memory_size_chart(make_data())
+    assert chart is not None and 'class="line budget"' in drawn(chart.chart)
 
 
 def test_a_word_is_not_split_for_a_letter_or_two():
