@@ -234,9 +234,12 @@ class Toolbox:
                 raise TypeError("it has a state for each attempt; use the tools of `async with toolbox.attempt(…)`")
             self.running.add(task)
             try:
-                texts = list(await tool.call(call.arguments))
+                texts = await tool.call(call.arguments)
             finally:
                 self.running.discard(task)
+            if isinstance(texts, str):
+                raise TypeError(f"it returned the text {texts!r}; expected a list of texts")
+            texts = list(texts)
             if wrong := [text for text in texts if not isinstance(text, str)]:
                 raise TypeError(f"it returned {wrong[0]!r} among its texts")
         return ToolUse(tool=call.tool, arguments=call.text.strip(), texts=texts)

@@ -55,7 +55,7 @@ class City:
             raise KeyError(city)
         if city == "Odd":
             return [7]
-        return [f"{city}: 2 million", "counted in 2020"]
+        return city if city == "Bare" else [f"{city}: 2 million", "counted in 2020"]
 
 class Namesake(City):
     name = "wikipedia_search"
@@ -242,7 +242,11 @@ async def test_a_fault_of_the_machinery_passes_to_whoever_tries_again(module):
 
 @pytest.mark.parametrize(
     ("city", "words"),
-    [("nowhere", r"KeyError: 'Nowhere' \(.*city_tools.py, line 20\)"), ("odd", "TypeError: it returned 7")],
+    [
+        ("nowhere", r"KeyError: 'Nowhere' \(.*city_tools.py, line 20\)"),
+        ("odd", "TypeError: it returned 7"),
+        ("bare", "it returned the text 'Bare'; expected a list"),
+    ],
 )
 async def test_an_error_of_a_tool_is_no_observation_and_names_the_users_file(module, city, words):
     with pytest.raises(UserCodeError, match=f"agent.tools: population failed for the call .*{words}"):
