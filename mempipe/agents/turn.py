@@ -150,7 +150,12 @@ class Agent(ABC, Generic[R]):
 
         end_reason, answer = await self._run(question, finish)
         return Trajectory(
-            id=trajectory_id, group_id=group_id, member=member, contexts=contexts, end_reason=end_reason, answer=answer
+            id=trajectory_id,
+            group_id=group_id,
+            member=member,
+            contexts=contexts,
+            end_reason=EndReason(end_reason),  # a user-defined agent may return its text
+            answer=answer,
         )
 
     @abstractmethod

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from mempipe.agents.turn import Agent
 from mempipe.answers.conversation import next_memory
 from mempipe.answers.replies import answer_logprobs, usage_of
 from mempipe.evaluation.memory_quality import trajectory_quality
+from mempipe.evaluation.results import result_row
 from mempipe.reports.traced import Traced
 from mempipe.reports.transcript import write_transcript
-from mempipe.types import EndReason, Evidence, Question, Trajectory
+from mempipe.types import EndReason, Evidence, Group, Question, Trajectory
 
 QUESTION = Question(
     id="q", text="Where is it?", golden_answers=["Oslo"], evidence=[Evidence(passage_id="1", value="Oslo")]
@@ -20,6 +22,26 @@ QUESTION = Question(
 def attempt() -> Trajectory:
     end = EndReason.ANSWERED
     return Trajectory(id="after/q/0", group_id="after/q", member=0, contexts=[], end_reason=end, answer="Oslo")
+
+
+class Answers(Agent):
+    """Returns the reason of its end as a text, as written in Python without the enum."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+
+    async def _run(self, question, finish):
+        return self.reason, "Oslo"
+
+
+async def test_the_reason_of_its_end_may_be_a_text_and_an_unknown_one_is_an_error():
+    ids = {"trajectory_id": "t", "group_id": "g", "member": 0}
+    played = await Answers("answered").rollout(QUESTION, **ids)
+    assert played.end_reason is EndReason.ANSWERED
+    row = result_row(Group(id="g", question=QUESTION, trajectories=[played]), growing=False, prompt_hash="p")
+    assert (row.em, row.answers) == (1.0, ["Oslo"])
+    with pytest.raises(ValueError, match="'done' is not a valid EndReason"):
+        await Answers("done").rollout(QUESTION, **ids)
 
 
 def decode(token_ids: object) -> str:
