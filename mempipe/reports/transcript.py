@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rich.cells import cell_len
+
 from mempipe.reports.examples import ShownTurn, golden_text, shown_turns, verdict
 from mempipe.reports.pages import cut, render
 from mempipe.reports.traced import Traced
@@ -20,6 +22,7 @@ _COLUMN, _GAP, _MARGIN = 410, 20, 20  # px
 _LINE = 19  # px from one line of text to the next
 _CHARS = 50  # characters in a line of a column, at 14 px
 _LABEL = 64  # px that the label of a row takes
+_FILLER = "\x00"  # stands for the second half of a wide character while a text is wrapped
 _MAX_COLUMNS = 2
 _MAX_TEXT = 240  # characters of a passage, a memory or an answer
 _HEADS = {"before": "before training", "after": "after training"}
@@ -89,7 +92,7 @@ class _Drawing:
 
     def text(self, text: str, *, style: str = "", label: str = "", indent: int = 0, chars: int = _CHARS) -> None:
         """Adds a text, wrapped to lines of `chars`, with an optional label to its left."""
-        for index, part in enumerate(textwrap.wrap(cut(text, _MAX_TEXT), chars) or [""]):
+        for index, part in enumerate(_wrapped(cut(text, _MAX_TEXT), chars) or [""]):
             self.y += _LINE
             if label and index == 0:
                 self.lines.append(Line(x=self.x + indent, y=self.y, style="label", text=label))
@@ -100,6 +103,12 @@ class _Drawing:
         """Puts a box behind everything from `top` to the last line, and leaves a gap below it."""
         self.boxes.append(Box(x=self.x, y=top, width=_COLUMN, height=self.y - top + 12, style=style))
         self.y += 22
+
+
+def _wrapped(text: str, chars: int) -> list[str]:
+    """Returns the text in lines of at most `chars` letters. A Chinese character is as wide as two of them."""
+    padded = "".join(letter + _FILLER * (cell_len(letter) - 1) for letter in text)
+    return [line.replace(_FILLER, "") for line in textwrap.wrap(padded, chars)]
 
 
 def _draw_trajectory(drawing: _Drawing, traced: Traced) -> None:

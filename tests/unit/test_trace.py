@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 import pytest
 import yaml
+from rich.cells import cell_len
 from trace_builders import group, write_run
 
 from mempipe.cli import main
@@ -339,6 +340,17 @@ def test_a_picture_shows_the_attempt_before_and_after_with_every_text_escaped(ru
     for box in list(root.iter("{http://www.w3.org/2000/svg}rect"))[1:]:
         x, y, w, h = (float(box.attrib[name]) for name in ("x", "y", "width", "height"))
         assert x >= 0 and x + w <= width and y >= 0 and y + h <= height
+
+
+def test_wide_characters_stay_in_their_column_of_a_picture(tmp_path, capsys):
+    text = "谁是这部电影的导演的配偶的家乡的市长" * 6 + " and a few letters"
+    groups = [group(phase, 1, right=True, text=text) for phase in ("before", "after")]
+    write_trajectories(tmp_path / "trajectories.parquet", groups)
+    printed(capsys, tmp_path, "--svg", tmp_path / "t.svg")
+    root = ElementTree.fromstring((tmp_path / "t.svg").read_text())
+    lines = [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert max(map(cell_len, lines)) <= 100, "two columns of fifty letters"
+    assert "".join(lines).count("谁是这部电影") >= 6 and not any("\x00" in line for line in lines)
 
 
 def test_a_picture_takes_one_question_and_holds_hostile_text_as_text(tmp_path, capsys):
