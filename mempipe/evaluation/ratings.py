@@ -32,6 +32,7 @@ KEY = ("trajectory", "turn")
 """The columns by which the turns of several sheets are joined."""
 LABELS = {"yes": True, "no": False}
 _NUM_RESAMPLES = 2000
+_MAX_FIELD = 2**30  # characters of a text that was read; Python's own limit is 131,072
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +131,7 @@ def _alpha(coincidences: np.ndarray) -> np.ndarray:
 
 def _read(path: Path) -> dict[tuple[str, int], tuple[str, Mapping[str, bool]]]:
     """Returns the question and the ratings of each row of a sheet by KEY."""
+    csv.field_size_limit(_MAX_FIELD)
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
             separator = max(",;\t", key=file.readline().count)  # a spreadsheet saves the one of its language

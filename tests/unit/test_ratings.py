@@ -292,6 +292,13 @@ def test_a_sheet_may_have_the_separator_of_a_spreadsheets_language(run, tmp_path
     assert read_ratings([tmp_path / "saved" / "ann.csv"]) == read_ratings([ann]) != []
 
 
+def test_a_turn_that_read_a_long_text_can_be_rated_in_a_spreadsheet(run, tmp_path, capsys):
+    printed(capsys, run, "--sheet", 4, tmp_path / "s.csv")
+    long = filled(tmp_path / "s.csv", tmp_path / "long.csv", ["a word " * 20_000] * 8, "text_read")
+    csv.field_size_limit(131_072)
+    assert len(read_ratings([long])) == 8
+
+
 def test_one_person_has_shares_and_no_agreement(run, tmp_path, capsys):
     sheet = tmp_path / "s.csv"
     printed(capsys, run, "--sheet", 4, sheet)
