@@ -141,7 +141,8 @@ def verdicts(study: BudgetStudy) -> list[str]:
 
 
 def verdict(study: BudgetStudy, part: StudyPart, curve: BudgetCurve) -> str:
-    """Says of one agent in one part which budgets are enough, and whether the next smaller one is not."""
+    """Says of one agent in one part which budgets are enough, whether the next smaller one is not, and where that
+    cannot be told, which is the largest that is not."""
     where, margin = _where(study, part, curve.agent), _points(study.margin)
     largest, answer = curve.points[-1].memory_tokens, curve.smallest_enough
     if all(point.measured.score.value == 0 for point in curve.points):
@@ -154,6 +155,9 @@ def verdict(study: BudgetStudy, part: StudyPart, curve: BudgetCurve) -> str:
         texts.append(_on_next(smaller[-1].memory_tokens, smaller[-1].test, margin, largest))
     if answer is None and curve.verdict(smaller[-1]) is Verdict.NOT_ENOUGH:
         texts[-1] += ", so a larger budget than that may be better still"
+    short = next((point for point in reversed(smaller) if curve.verdict(point) is Verdict.NOT_ENOUGH), None)
+    if short is not None and short.test is not None and short is not smaller[-1]:
+        texts.append(_on_next(short.memory_tokens, short.test, margin, largest))
     if len(curve.points[0].test.by_training if curve.points[0].test else []) == 1:
         texts.append("each budget was trained once, and another training of it may answer otherwise")
     return f"{where}: {'; '.join(texts)}."

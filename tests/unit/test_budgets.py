@@ -159,7 +159,8 @@ def test_enough_not_enough_and_not_to_be_told():
     assert test is not None and test.difference.value == pytest.approx(-0.03)
     assert only(result) == (
         "a: 16 tokens are enough: they lose less than 2 points against 32 tokens; whether 8 tokens are enough cannot "
-        f"be told with 400 questions; {test.questions_needed:,} would do if they lose nothing."
+        f"be told with 400 questions; {test.questions_needed:,} would do if they lose nothing; 4 tokens are not "
+        "enough: they lose more than 2 points against 32 tokens."
     )
 
 
