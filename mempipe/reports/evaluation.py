@@ -62,20 +62,32 @@ _COSTS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSection:
     """A table of the page: its head and lines, and the names of the lines that are published numbers. A page shows the
-    lines of a `long` one as columns where that makes it less wide.
+    lines of one with `num_names`, the number of columns that name a line, as columns where that makes it less wide.
     """
 
     title: str
     lines: list[list[str]]
     published: Sequence[str] = ()
     note: str = ""
-    long: bool = False
+    num_names: int = 0
 
     @property
     def upright(self) -> list[list[str]]:
         """Returns the lines as a page shows them."""
-        is_wide = self.long and len(self.lines[0]) > len(self.lines)
-        return [list(column) for column in zip(*self.lines, strict=True)] if is_wide else self.lines
+        return [list(column) for column in zip(*self.lines, strict=True)] if self._is_wide else self.lines
+
+    @property
+    def cell_names(self) -> list[str]:
+        """Returns what a phone, which shows a cell below the other, writes before the cells of a line."""
+        head, *lines = self.lines
+        if not self._is_wide:
+            return head
+        others = range(1, self.num_names)
+        return [head[0], *(", ".join([line[0], *(f"{head[i]} {line[i]}" for i in others)]) for line in lines)]
+
+    @property
+    def _is_wide(self) -> bool:
+        return self.num_names > 0 and len(self.lines[0]) > len(self.lines)
 
 
 def write_evaluation_report(
@@ -280,15 +292,15 @@ def _sections(
     if gains := _gain_lines(scores):
         sections.append(TableSection(title=_GAIN_TITLE, lines=[_GAIN_HEAD, *gains], note=_PAIRED))
     if causes:
-        sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE, long=True))
+        sections.append(TableSection(title=_CAUSE_TITLE, lines=causes, note=_CAUSE_NOTE, num_names=3))
     if memory := _memory_lines(cells):
-        sections.append(TableSection(title="Memory quality", lines=memory, note=_MEMORY_NOTE, long=True))
+        sections.append(TableSection(title="Memory quality", lines=memory, note=_MEMORY_NOTE, num_names=2))
     if by_turn := _turn_lines(cells):
         sections.append(TableSection(title=_TURN_TITLE, lines=by_turn, note=_TURN_NOTE))
     if scores.by_position:
         sections.append(TableSection(title=_POSITION_TITLE, lines=_position_lines(scores.by_position)))
-    sections.append(TableSection(title="Questions and tokens", lines=_counts(scores), long=True))
-    sections.append(TableSection(title="Runs", lines=_fact_lines(facts), long=True))
+    sections.append(TableSection(title="Questions and tokens", lines=_counts(scores), num_names=2))
+    sections.append(TableSection(title="Runs", lines=_fact_lines(facts), num_names=1))
     return sections
 
 

@@ -42,7 +42,7 @@ from mempipe.evaluation.table import percent_text, published_tables, score_table
 from mempipe.faults import InfrastructureFault
 from mempipe.provenance import files_sha256
 from mempipe.reports import evaluation as evaluation_report
-from mempipe.reports.evaluation import write_evaluation_report
+from mempipe.reports.evaluation import TableSection, write_evaluation_report
 from mempipe.settings import ConfigError
 from mempipe.studies.suite_scores import SuiteScores, score_suite
 from mempipe.types import Context, EndReason, Evidence, Group, Passage, Question, Search, Trajectory
@@ -735,6 +735,14 @@ def test_wrong_answers_are_counted_by_their_first_cause(tmp_path):
     assert chart.count('class="bar') == 2 and "never" not in chart, "causes that nothing has are skipped"
     (tmp_path / "plain").mkdir()
     assert "First cause" not in written(tmp_path / "plain", cell("a", "mine", [0]))["report.md"]
+
+
+def test_a_cell_on_a_phone_says_which_run_and_which_hops_it_is_of():
+    lines = [["run", "memory budget", "hops", "lost"], ["a", "64", "1", "5"], ["a", "64", "2", "7"]]
+    section = TableSection(title="t", lines=lines, num_names=3)
+    assert section.upright[3] == ["lost", "5", "7"]
+    assert section.cell_names[1:] == ["a, memory budget 64, hops 1", "a, memory budget 64, hops 2"]
+    assert TableSection(title="t", lines=lines).cell_names == lines[0]
 
 
 def test_a_wrong_answer_without_a_known_cause_is_wrong_all_the_same(tmp_path):
