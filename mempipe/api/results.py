@@ -24,8 +24,8 @@ def results(folder: str | Path) -> pl.DataFrame:
 
     Scores are means over the attempts; answer, end_reason, cause, turns and tokens are those of the first one; a joined
     question has a cause for each of its answers ("none; lost"). `trial` is the sweep's; `memory_tokens` is null for an
-    agent without that budget, and for a control run. Raises ConfigError for a folder without results, and for a damaged
-    file.
+    agent without that budget, and for a control run. Raises ConfigError for a folder without results, or with those of
+    several evaluations, and for a damaged file.
     """
     top = Path(folder)
     if not top.is_dir():
@@ -33,6 +33,11 @@ def results(folder: str | Path) -> pl.DataFrame:
     places = sorted(file.parent for depth in range(_DEPTH) for file in top.glob("*/" * depth + SETTINGS))
     if not places:
         raise ConfigError(f"{top} holds no results; give the folder of an evaluation or a sweep")
+    folders = dict.fromkeys(place.resolve().parents[1] for place in places)
+    evaluations = [each for each in folders if each.parent.name != _TRIALS]
+    if len(evaluations) > 1:
+        names = ", ".join(each.name for each in evaluations)
+        raise ConfigError(f"{top} holds several evaluations ({names}), whose runs may have the same names; give one")
     return pl.DataFrame([row for place in places for row in _rows(place)], schema=_SCHEMA)
 
 

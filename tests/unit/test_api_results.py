@@ -49,6 +49,14 @@ def test_an_evaluation_its_run_and_its_set_are_read_alike(tmp_path):
     assert mempipe.results(tmp_path / "x" / "react" / "nq").equals(whole.filter(set="nq"))
 
 
+def test_several_evaluations_are_not_put_together(tmp_path):
+    for name, right in (("monday", True), ("tuesday", False)):
+        write(tmp_path / name / "trained" / "nq", [right], memory_tokens=64)
+    with pytest.raises(ConfigError, match=r"several evaluations \(monday, tuesday\), whose runs may have"):
+        mempipe.results(tmp_path)
+    assert mempipe.results(tmp_path / "monday")["em"].to_list() == [1.0]
+
+
 def test_a_folder_without_results_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="holds no results; give the folder of an evaluation or a sweep"):
         mempipe.results(tmp_path)
