@@ -100,7 +100,6 @@ def make_samples(num_contexts: int, num_tokens: int) -> list[TrainingSample]:
             logprobs=[0.0] + [-10.0] * (num_tokens - 1),
             policy_versions=[-1] + [0] * (num_tokens - 1),
             advantage=1.0,
-            num_contexts=1,
             trajectory_tokens=num_tokens - 1,
         )
         for i in range(num_contexts)

@@ -499,7 +499,6 @@ def update() -> MicroBatch:
             logprobs=[0.0] * len(ids),
             policy_versions=[0] * len(ids),
             advantage=1.0,
-            num_contexts=1,
             trajectory_tokens=len(ids) - 1,
         )
         for i, ids in enumerate(SEQUENCES)

@@ -158,7 +158,6 @@ def make_contexts(num_contexts: int, *, scale: int, seed: int) -> list[TrainingS
                 logprobs=np.where(mask, rng.normal(-7.0, 0.1, len(mask)), 0.0).tolist(),
                 policy_versions=np.where(mask, 0, -1).tolist(),
                 advantage=float(np.random.default_rng(trajectory).normal()),
-                num_contexts=3,
                 trajectory_tokens=0,
             )
         )

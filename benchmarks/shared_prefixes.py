@@ -139,7 +139,6 @@ def contexts(num_siblings: int, chunk: int) -> list[TrainingSample]:
             logprobs=np.where(mask, -8.3, 0.0).tolist(),
             policy_versions=[0] * len(mask),
             advantage=float(sibling % 2) - 0.5,
-            num_contexts=NUM_CHUNKS,
             trajectory_tokens=NUM_CHUNKS * LOSS_TOKENS,
         )
         for sibling in range(num_siblings)

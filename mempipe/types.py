@@ -346,7 +346,6 @@ class TrainingSample:
     logprobs: Sequence[float]
     policy_versions: Sequence[int]
     advantage: float
-    num_contexts: int  # of its trajectory, recall samples included
     trajectory_tokens: int
     ref_logprobs: Sequence[float] = field(default_factory=list)
 

@@ -24,7 +24,6 @@ def to_samples(trajectory: Trajectory) -> list[TrainingSample]:
             logprobs=context.logprobs,
             policy_versions=context.policy_versions,
             advantage=trajectory.advantage if context.advantage is None else context.advantage,
-            num_contexts=len(contexts),
             trajectory_tokens=trajectory_tokens,
             ref_logprobs=context.ref_logprobs,
         )

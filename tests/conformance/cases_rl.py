@@ -348,7 +348,6 @@ def samples_of(
                     logprobs=[0.0, *(logprobs[row] if logprobs else [0.0] * length)],
                     policy_versions=[-1] * (length + 1),
                     advantage=advantages[row] if advantages else 0.0,
-                    num_contexts=1,
                     trajectory_tokens=int(sum(mask)),
                 )
             )

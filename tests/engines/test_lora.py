@@ -88,7 +88,6 @@ def update(seed: int) -> list[MicroBatch]:
             logprobs=[0.0] * 12,
             policy_versions=[0] * 12,
             advantage=1.0,
-            num_contexts=1,
             trajectory_tokens=11,
         )
         for i, row in enumerate(rows)

@@ -62,7 +62,6 @@ def update(rows: list[list[int]]) -> list[MicroBatch]:
             logprobs=[0.0] * len(row),
             policy_versions=[0] * len(row),
             advantage=1.0,
-            num_contexts=1,
             trajectory_tokens=len(row) - 1,
         )
         for i, row in enumerate(rows)

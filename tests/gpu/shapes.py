@@ -115,7 +115,6 @@ def make_samples(shape: ModelShape, *, seed: int = 0) -> list[TrainingSample]:
             logprobs=[0.0] + [-10.0] * (n - 1),
             policy_versions=[-1] + [0] * (n - 1),
             advantage=1.0 - 2.0 * (i % 2),
-            num_contexts=1,
             trajectory_tokens=n - 1,
             ref_logprobs=[0.0] + [-10.0] * (n - 1),
         )

@@ -88,7 +88,6 @@ def sample(
         logprobs=np.where(mask, rng.normal(-4.6, 0.3, length), 0.0).tolist(),
         policy_versions=np.where(mask, 0, -1).tolist(),
         advantage=float(rng.normal()) if advantage is None else advantage,
-        num_contexts=1,
         trajectory_tokens=int(mask.sum()),
         ref_logprobs=np.where(mask, rng.normal(-4.6, 0.3, length), 0.0).tolist(),
     )

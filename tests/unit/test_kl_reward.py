@@ -25,7 +25,6 @@ def sample(trajectory: str, context: int, logprobs: list[float], refs: list[floa
         logprobs=[0.0, *logprobs],
         policy_versions=[-1] + [0] * len(logprobs),
         advantage=advantage,
-        num_contexts=2,
         trajectory_tokens=3,
         ref_logprobs=[-7.0, *refs],  # of an injected token: it does not count
     )

@@ -366,7 +366,6 @@ def step_samples() -> list[TrainingSample]:
                     logprobs=rng.uniform(-2, 0, size=len(mask)).tolist(),
                     policy_versions=[0] * len(mask),
                     advantage=float(rng.normal()),
-                    num_contexts=len(masks),
                     trajectory_tokens=sum(map(sum, masks)),
                     ref_logprobs=rng.uniform(-2, 0, size=len(mask)).tolist(),
                 )

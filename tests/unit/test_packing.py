@@ -43,7 +43,6 @@ def step_of(shape) -> list[list[TrainingSample]]:
                         logprobs=[-0.25 * i for i in ids],
                         policy_versions=[7 * i for i in ids],
                         advantage=float(10 * g + t),
-                        num_contexts=len(contexts),
                         trajectory_tokens=tokens,
                         ref_logprobs=[-0.5 * i for i in ids],
                     )
@@ -66,7 +65,6 @@ def sample(length: int, name: str = "t", *, context: int = 0, loss: int = 1) -> 
         logprobs=[-1.0] * length,
         policy_versions=[0] * length,
         advantage=1.0,
-        num_contexts=1,
         trajectory_tokens=loss,
     )
 
