@@ -353,9 +353,8 @@ class RunConfig(Section):
         if self.sampling.temperature == 0 or self.sampling.top_p < 1 or self.sampling.top_k > 0:
             raise ValueError(
                 f"sampling is temperature {self.sampling.temperature}, top_p {self.sampling.top_p}, top_k "
-                f"{self.sampling.top_k}; "
-                "training needs temperature > 0, top_p 1 and top_k -1, since the learner's log-probs are of the "
-                "untruncated distribution"
+                f"{self.sampling.top_k}; training needs temperature > 0, top_p 1 and top_k -1, since the learner's "
+                "log-probs are of the untruncated distribution"
             )
         if a.kl_reward_coef and self.model.lora_rank:
             raise ValueError(
@@ -403,8 +402,7 @@ class RunConfig(Section):
             listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
             raise ValueError(
                 f"budget.context_tokens is {limit}, but {listed} tokens need {sum(parts.values())} before the "
-                "template; "
-                "raise context_tokens or lower the parts"
+                "template; raise context_tokens or lower the parts"
             )
         return self
 

@@ -73,8 +73,7 @@ def closing_id(tokenizer: Tokenizer, after_action: str) -> int:
         texts = [tokenizer.decode([i]) for i in sorted(stops)]
         raise ConfigError(
             f"the chat template continues after an assistant message with {after_action[:32]!r}, which does not "
-            "start with a stop token "
-            f"{texts}; add its token to eos_token_id in generation_config.json"
+            f"start with a stop token {texts}; add its token to eos_token_id in generation_config.json"
         )
     return closing[0]
 

@@ -148,8 +148,7 @@ class MemAgentRenderer(Renderer[MemAgentBudget]):
         if limit and len(chunks) > limit:
             raise QuestionTooLong(
                 f"question {question.id} has a context of {len(chunks)} chunks (budget.chunk_tokens "
-                f"{self.budget.chunk_tokens}), "
-                f"more than budget.max_chunks {limit}"
+                f"{self.budget.chunk_tokens}), more than budget.max_chunks {limit}"
             )
         return chunks
 

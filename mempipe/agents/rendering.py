@@ -173,8 +173,7 @@ class Renderer(Generic[B]):
             listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
             raise ConfigError(
                 f"budget.context_tokens is {self.budget.context_tokens}, but {listed} tokens need "
-                f"{sum(parts.values())}; "
-                "raise context_tokens or lower the parts"
+                f"{sum(parts.values())}; raise context_tokens or lower the parts"
             )
 
 

@@ -195,8 +195,8 @@ def _token_weights(samples: Sequence[TrainingSample], aggregation: Aggregation) 
         if sample.trajectory_tokens != tokens[sample.trajectory_id]:
             raise ValueError(
                 f"trajectory {sample.trajectory_id} has {sample.trajectory_tokens} loss tokens, but "
-                f"{tokens[sample.trajectory_id]} are in "
-                "this optimiser step; a trajectory must be in one step as a whole"
+                f"{tokens[sample.trajectory_id]} are in this optimiser step; a trajectory must be in one "
+                "step as a whole"
             )
     return {trajectory: 1 / (len(tokens) * count) for trajectory, count in tokens.items()}
 
