@@ -32,31 +32,7 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
         placed = plan(config, demand, [devices.num_gpus], gpu_bytes=int(devices.gpu_gib * GIB))
     except ConfigError as error:
         return [fatal(str(error))]
-    hint = "" if devices.num_gpus else " (no GPU here; --devices plans for a machine that has some)"
-    findings = [ok(f"{placed}{hint}")]
-    if placed.bundles and placed.tensor_parallel != config.generation.tensor_parallel:
-        needed = sum(demand.by_role.values())
-        findings.append(
-            note(
-                f"generation.tensor_parallel is {config.generation.tensor_parallel}, but an engine on a GPU of the "
-                f"learner has that GPU alone, so the plan has {placed.tensor_parallel}; an engine of several GPUs "
-                f"needs placement separate, here with {needed} GPUs"
-            )
-        )
-    if placed.seats("retrieval") and placed.vector_bytes is None:
-        findings.append(
-            note(
-                f"memory of the GPUs for vectors is not estimated: index {config.retrieval.index} is not here, or does "
-                "not compare every vector"
-            )
-        )
-    if devices.num_gpus and config.model.dtype == "float32":
-        findings.append(
-            note(
-                "model.dtype is float32: attention kernels of a GPU's engine multiply in TF32, so that the canary "
-                "probably exceeds its tolerance for float32; set model.dtype to bfloat16"
-            )
-        )
+    findings = _of_plan(config, devices, demand, placed)
     if config.world is not None:
         return findings
     if shape is None:
@@ -87,6 +63,36 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
             findings += _seconds(planned, shape, placed, devices)
         return findings
     return [*findings, *_on_cpus(config, shape, devices.host_gib, training=training)]
+
+
+def _of_plan(config: RunConfig, devices: Devices, demand: Demand, placed: Placement) -> list[Finding]:
+    """Returns the plan, and what its reader should know of it."""
+    hint = "" if devices.num_gpus else " (no GPU here; --devices plans for a machine that has some)"
+    findings = [ok(f"{placed}{hint}")]
+    if placed.bundles and placed.tensor_parallel != config.generation.tensor_parallel:
+        needed = sum(demand.by_role.values())
+        findings.append(
+            note(
+                f"generation.tensor_parallel is {config.generation.tensor_parallel}, but an engine on a GPU of the "
+                f"learner has that GPU alone, so the plan has {placed.tensor_parallel}; an engine of several GPUs "
+                f"needs placement separate, here with {needed} GPUs"
+            )
+        )
+    if placed.seats("retrieval") and placed.vector_bytes is None:
+        findings.append(
+            note(
+                f"memory of the GPUs for vectors is not estimated: index {config.retrieval.index} is not here, or does "
+                "not compare every vector"
+            )
+        )
+    if devices.num_gpus and config.model.dtype == "float32":
+        findings.append(
+            note(
+                "model.dtype is float32: attention kernels of a GPU's engine multiply in TF32, so that the canary "
+                "probably exceeds its tolerance for float32; set model.dtype to bfloat16"
+            )
+        )
+    return findings
 
 
 def _gpu_memory(config: RunConfig, shape: ModelShape, placed: Placement, gib: float) -> list[Finding]:
