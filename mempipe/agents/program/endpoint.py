@@ -9,6 +9,7 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import httpx
@@ -74,24 +75,7 @@ class _Server(uvicorn.Server):
 def _app(gateway: Gateway, *, key: str) -> Starlette:
     earlier: dict[str, responses.Messages] = {}
 
-    def route(path: str, method: str, answer: Callable[[Any], Awaitable[Response]]) -> Route:
-        async def endpoint(request: Request) -> Response:
-            if not hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode()):
-                return _error(401, "the key is not that of this attempt; it is in OPENAI_API_KEY")
-            try:
-                body = _body(await request.body()) if method == "POST" else None
-                return await _unless_gone(request, answer(body))
-            except AttemptOver as over:
-                return _error(400, str(over), code=_AT_LIMIT)
-            except (Refused, json.JSONDecodeError, UnicodeDecodeError) as refused:
-                return _error(400, str(refused))
-            except RecursionError:
-                return _error(400, "the body is nested too deeply")
-            except Exception as error:
-                gateway.fail(error)
-                return _error(503, "the policy cannot be asked now")
-
-        return Route(path, endpoint, methods=[method])
+    route = partial(_route, gateway, key)
 
     async def complete(body: Any) -> Response:
         with _refusing():
@@ -144,6 +128,28 @@ def _app(gateway: Gateway, *, key: str) -> Starlette:
         Route("/{path:path}", elsewhere, methods=["GET", "POST", "DELETE"]),
     ]
     return Starlette(routes=routes)
+
+
+def _route(gateway: Gateway, key: str, path: str, method: str, answer: Callable[[Any], Awaitable[Response]]) -> Route:
+    """Returns the route of a path. A request needs the key; what fails in its answer is an error of the API."""
+
+    async def endpoint(request: Request) -> Response:
+        if not hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {key}".encode()):
+            return _error(401, "the key is not that of this attempt; it is in OPENAI_API_KEY")
+        try:
+            body = _body(await request.body()) if method == "POST" else None
+            return await _unless_gone(request, answer(body))
+        except AttemptOver as over:
+            return _error(400, str(over), code=_AT_LIMIT)
+        except (Refused, json.JSONDecodeError, UnicodeDecodeError) as refused:
+            return _error(400, str(refused))
+        except RecursionError:
+            return _error(400, "the body is nested too deeply")
+        except Exception as error:
+            gateway.fail(error)
+            return _error(503, "the policy cannot be asked now")
+
+    return Route(path, endpoint, methods=[method])
 
 
 def _body(data: bytes) -> Any:
