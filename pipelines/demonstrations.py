@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from anyio.from_thread import start_blocking_portal
 
@@ -308,30 +309,35 @@ def played(
             return None
         return replace(group, trajectories=[_with_one_recall(each) for each in group.trajectories])
 
-    async def attempts(batch: Sequence[tuple[int, Question]]) -> tuple[dict[int, Group | None], BaseException | None]:
-        """Returns the finished attempts by number, and the first error, at which the others are cancelled."""
-        tasks = {i: asyncio.create_task(attempt(i, question)) for i, question in batch}
-        if tasks:
-            await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-        ended = {i: task for i, task in tasks.items() if task.done()}
-        for task in tasks.values():
-            task.cancel()
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        errors = [error for task in ended.values() if (error := task.exception()) is not None]
-        finished = {i: task.result() for i, task in ended.items() if task.exception() is None}
-        return finished, next(iter(errors), None)
-
     numbered = iter(enumerate(questions))
     known = {} if kept is None else kept.finished
     with closing, start_blocking_portal(name="demonstrations") as portal:
         while batch := list(islice(numbered, TRAJECTORIES_AT_ONCE)):
-            finished, error = portal.call(attempts, [(i, question) for i, question in batch if i not in known])
+            finished, error = portal.call(
+                _attempts, attempt, [(i, question) for i, question in batch if i not in known]
+            )
             if kept is not None:
                 kept.add(finished)
             if error is not None:
                 raise error
             made = known | finished
             yield from (group for i, _ in batch if (group := made[i]) is not None)
+
+
+async def _attempts(
+    attempt: Callable[[int, Question], Coroutine[Any, Any, Group | None]], batch: Sequence[tuple[int, Question]]
+) -> tuple[dict[int, Group | None], BaseException | None]:
+    """Returns the finished attempts by number, and the first error, at which the others are cancelled."""
+    tasks = {i: asyncio.create_task(attempt(i, question)) for i, question in batch}
+    if tasks:
+        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
+    ended = {i: task for i, task in tasks.items() if task.done()}
+    for task in tasks.values():
+        task.cancel()
+    await asyncio.gather(*tasks.values(), return_exceptions=True)
+    errors = [error for task in ended.values() if (error := task.exception()) is not None]
+    finished = {i: task.result() for i, task in ended.items() if task.exception() is None}
+    return finished, next(iter(errors), None)
 
 
 def _retriever(config: RetrievalConfig, closing: ExitStack) -> Searcher:
