@@ -41,7 +41,7 @@ def policy_loss(
     is the importance weight itself, and the weights are 0 or 1, as a mask says.
 
     - grpo: PPO's clipped ratio (arXiv 1707.06347) with its own bound per side (arXiv 2503.14476) and the dual clip
-    (arXiv 1912.09729).
+      (arXiv 1912.09729).
     - gspo: one ratio per context, the geometric mean of its tokens' (arXiv 2507.18071). The paper's sequence is the
       whole answer; here it is one context, so two contexts of a trajectory may be clipped differently. Its mean over
       sequences is `aggregation: trajectory` when trajectories have one context.
