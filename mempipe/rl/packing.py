@@ -59,10 +59,6 @@ class MicroBatch:
         return len(self.token_ids)
 
     @property
-    def num_loss_tokens(self) -> int:
-        return len(self.loss_positions)
-
-    @property
     def is_filler(self) -> bool:
         return not self.weights.any()
 

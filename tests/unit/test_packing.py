@@ -95,7 +95,7 @@ def test_contexts_lie_one_behind_the_other_with_their_own_positions():
     assert batch.sequence_lengths.tolist() == [4, 3] and batch.context_indices.tolist() == [5, 0]
     assert batch.loss_positions.tolist() == [3, 5, 6] and batch.loss_sequences.tolist() == [0, 1, 1]
     assert batch.weights.tolist() == pytest.approx([1 / 3] * 3)
-    assert (batch.num_tokens, batch.num_loss_tokens, batch.is_filler) == (7, 3, False)
+    assert (batch.num_tokens, len(batch.loss_positions), batch.is_filler) == (7, 3, False)
     assert batch.ref_logprobs.tolist() == [0, 0, 0]
 
 
