@@ -79,8 +79,6 @@ EQUAL = 1e-5
 """Part of a score by which rounding may change it."""
 TRAINED = f"{UNFINISHED}/trained.faiss"
 
-Segments = Iterator[tuple[pa.RecordBatch, CorpusPosition]]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
