@@ -159,6 +159,18 @@ async def test_who_reads_waits_for_nobody_and_who_writes_not_for_ever(tmp_path, 
     await store.sessions.create("ann")
 
 
+async def test_those_who_wait_to_write_leave_the_threads_of_the_process_to_others(tmp_path):
+    store = open_store(tmp_path)
+    session = await store.sessions.create("ann")
+    with store.database._turn:
+        waiting = [asyncio.create_task(store.sessions.create("ann")) for _ in range(40)]
+        await asyncio.sleep(0.1)
+        async with asyncio.timeout(5):
+            assert await store.sessions.get(session.id, "ann") == session
+            await asyncio.to_thread(str)
+    await asyncio.gather(*waiting)
+
+
 async def test_what_is_anothers_is_not_there(tmp_path):
     store = open_store(tmp_path)
     session, document = await store.sessions.create("ann"), await store.documents.create("ann")

@@ -11,7 +11,9 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,6 +71,8 @@ _LEAST_FREE = 64 * 2**20
 _FULL = "the disk of the service is full; delete documents, sessions or responses"
 _BUSY_S = 10.0
 """Seconds that a transaction waits for those of its own process, and then for those of others."""
+_MAX_WRITERS = 32
+"""Transactions that wait at the same time; more of them wait longer."""
 _BUSY = f"the database of the service was not free within {_BUSY_S:g} s; ask again later"
 
 
@@ -81,6 +85,8 @@ class Database:
         """
         self._path = path
         self._turn = threading.Lock()  # without it, SQLite lets threads overtake each other for seconds
+        # Those who wait for their turn would otherwise take all threads of the process, which has six on two cores.
+        self._writers = ThreadPoolExecutor(_MAX_WRITERS, thread_name_prefix="writes")
         self._reserve = Reserve(path.with_name("reserve"))
         self._lifetime_s = lifetime_s
         self._max_owner_bytes = max_owner_bytes
@@ -129,7 +135,7 @@ class Database:
         """Does the work in one transaction, in a thread: what has expired is deleted before, and nobody writes from its
         first read to its end. Raises ApiError 503 when the disk is full or others write for too long.
         """
-        return await asyncio.to_thread(self.run_now, work, frees=frees)
+        return await asyncio.get_running_loop().run_in_executor(self._writers, partial(self.run_now, work, frees=frees))
 
     async def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """Does work that writes nothing, in one transaction and a thread; it waits for nobody who writes."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import secrets
 import sqlite3
 from collections.abc import Callable
@@ -148,11 +147,13 @@ class Sessions:
 
     async def release(self, session_id: str, memory: str | None) -> None:
         """Ends a claim; `memory` is the session's new one, or None when the question was not answered."""
-        await asyncio.to_thread(self.release_now, session_id, memory)
+        await self._database.run(self._releasing(session_id, memory), frees=True)
 
     def release_now(self, session_id: str, memory: str | None) -> None:
         """Ends a claim, for callers outside the event loop."""
+        self._database.run_now(self._releasing(session_id, memory), frees=True)
 
+    def _releasing(self, session_id: str, memory: str | None) -> Callable[[sqlite3.Connection], None]:
         def release(connection: sqlite3.Connection) -> None:
             connection.execute("UPDATE sessions SET busy_until=0 WHERE id=?", (session_id,))
             if memory is not None:
@@ -162,7 +163,7 @@ class Sessions:
                     (memory, len(memory.encode()), self._database.end_of_life(), session_id),
                 )
 
-        self._database.run_now(release, frees=True)
+        return release
 
     def _find(self, connection: sqlite3.Connection, session_id: str, owner: str) -> Session:
         return Session(**self._database.find(connection, "sessions", _COLUMNS, session_id, owner))
