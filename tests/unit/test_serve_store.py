@@ -259,6 +259,14 @@ async def test_a_document_is_the_sum_of_its_pieces_wherever_they_were_cut(tmp_pa
         assert database.execute("SELECT COUNT(*) FROM pieces").fetchone()[0] == 0
 
 
+async def test_the_mark_that_begins_a_file_of_utf_8_is_no_text(tmp_path):
+    store = open_store(tmp_path)
+    document = await store.documents.create("ann")
+    for piece in b"\xef\xbb", b"\xbfa \xef\xbb\xbfb":
+        await store.documents.append(document.id, "ann", piece, start=None)
+    assert await store.documents.text(document.id, "ann") == "a \ufeffb"
+
+
 async def test_a_long_document_is_in_memory_once(tmp_path):
     store, piece = open_store(tmp_path), b"a word " * 10_000
     document = await store.documents.create("ann")

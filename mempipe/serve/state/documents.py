@@ -109,7 +109,7 @@ class Documents:
                 byte = num_read - len(error.object) + error.start
                 reason = f"document {document.id} is not UTF-8: byte {byte}"
                 raise ApiError(400, reason, param="document") from error
-            return text
+            return text.removeprefix("\ufeff")  # the mark with which Windows begins a file of UTF-8
 
         with suppress(ApiError):  # what cannot be noted can be read
             await self._database.run(use, frees=True)
