@@ -14,6 +14,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Match, Route
 
 from mempipe.answers.answering import Answering
 from mempipe.answers.api import CorpusReply
@@ -127,10 +128,18 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         message = f"there is no {url!r}; /docs shows what there is"
         return Refusal(ApiError(404, message, code="unknown_url"))
     if error.status_code == 405:
-        answer = refuse(405, f"{url!r} is not possible; this path takes {(error.headers or {}).get('Allow', '')}")
-        answer.headers.update(error.headers or {})
+        methods = _methods_of(request)
+        answer = refuse(405, f"{url!r} is not possible; this path takes {methods}")
+        answer.headers["allow"] = methods
         return answer
     return refuse(error.status_code, str(error.detail))
+
+
+def _methods_of(request: Request) -> str:
+    """Returns the methods that a path takes; the error of Starlette names those of the first route alone."""
+    routes = [each for each in request.app.routes if isinstance(each, Route)]
+    matching = [each for each in routes if each.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for route in matching for method in route.methods or ()}))
 
 
 async def _broken(request: Request, error: Exception) -> JSONResponse:

@@ -505,6 +505,9 @@ def test_an_unknown_path_is_404_and_says_which(service):
     wrong = httpx.get(f"{service.url}/v1/answer")
     assert (wrong.status_code, wrong.headers["allow"]) == (405, "POST")
     assert "this path takes POST" in wrong.json()["error"]["message"]
+    for path, methods in ("/v1/sessions", "GET, POST"), ("/v1/sessions/some", "DELETE, GET"), ("/mcp", "POST"):
+        wrong = httpx.put(f"{service.url}{path}")
+        assert (wrong.status_code, wrong.headers["allow"]) == (405, methods)
 
 
 def test_all_attempts_are_in_an_answer(service):
