@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from machine import may_mount, small_disk
 
@@ -325,6 +326,17 @@ async def test_a_session_is_free_as_soon_as_the_process_that_held_it_is_gone(tmp
     with store.database.open() as database:  # another process has the number now
         database.execute("UPDATE sessions SET holder=?", (f"{os.getpid()}:1.0",))
     assert (await store.sessions.claim(session.id, "ann", for_s=300)).id == session.id
+
+
+async def test_a_clock_that_is_set_lets_nobody_take_what_a_living_process_holds(tmp_path, monkeypatch):
+    store = open_store(tmp_path)
+    session = await store.sessions.create("ann")
+    await store.sessions.claim(session.id, "ann", for_s=60)
+    assert await store.replies.begin("ann", "key", "digest") is None
+    began = psutil.Process().create_time()
+    monkeypatch.setattr(psutil.Process, "create_time", lambda self: began + 3600)
+    assert await refused(store.sessions.claim(session.id, "ann", for_s=60)) == 409
+    assert await refused(store.replies.begin("ann", "key", "digest")) == 409
 
 
 async def test_a_database_of_an_earlier_version_is_opened(tmp_path):
