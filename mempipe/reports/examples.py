@@ -62,7 +62,7 @@ class Side:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Example:
     question: str
-    facts: str
+    facts: list[str]
     sides: list[Side]
 
 
@@ -102,11 +102,11 @@ def choose_examples(before: Sequence[Group], after: Sequence[Group]) -> list[tup
     return chosen + others[: _NUM_EXAMPLES - len(chosen)]
 
 
-def facts_of(question: Question) -> str:
+def facts_of(question: Question) -> list[str]:
     """Returns the right answer, the hops and the searched part of a question, for a person."""
     facts = [f"right answer: {golden_text(question)}"]
     facts += [f"{question.num_hops} hops"] * (question.num_hops > 1)
-    return " · ".join([*facts, *([f"searched in {question.partition}"] if question.partition else [])])
+    return [*facts, *([f"searched in {question.partition}"] if question.partition else [])]
 
 
 def golden_text(question: Question, *, between: str = " or ") -> str:

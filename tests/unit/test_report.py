@@ -478,6 +478,13 @@ def test_what_a_long_memory_keeps_is_not_shown_as_dropped():
     assert rest.endswith("…") and len(more + rest) == 1500
 
 
+def test_arabic_in_one_text_moves_nothing_of_the_next(tmp_path):
+    text = "من هو زوج أديلا (1984)"
+    groups = {side: [make_group(side, 0, em=em, hops=2, text=text)] for side, em in (("before", 0.0), ("after", 1.0))}
+    page, _ = write_report(tmp_path, make_data(**groups))
+    assert f"<bdi>right answer: {text}</bdi> · <bdi>2 hops</bdi>" in " ".join(page.read_text().split())
+
+
 def page_of(tmp_path, **changes) -> str:
     page, _ = write_report(tmp_path, make_data(**changes))
     return html.unescape(" ".join(page.read_text().split()))

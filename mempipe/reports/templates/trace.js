@@ -63,10 +63,15 @@ function page(each) {
   const facts = [`right answer: ${each.golden}`, each.phase, each.hops > 1 ? `${each.hops} hops` : "",
     each.budget === null ? "" : `memory of at most ${each.budget} tokens`, each.id];
   const answer = each.answer === null ? `no answer: ${each.end}` : each.answer;
-  return [element("h2", {}, each.question), element("p", {class: "facts"}, facts.filter(Boolean).join(" · ")),
+  return [element("h2", {}, each.question), element("p", {class: "facts"}, ...apart(facts.filter(Boolean))),
     ...each.turns.map(turn => turnPart(each, turn)),
     element("p", {class: `outcome ${each.right ? "right" : "wrong"}`}, `${each.right ? "✓" : "✗"} ${answer}`,
       element("span", {}, `${each.verdict.includes("of") ? `${each.verdict}, ` : ""}reward ${each.reward.toFixed(3)}, ended by ${each.end}`))];
+}
+
+// Arabic in one of the texts moves nothing of the next.
+function apart(texts) {
+  return texts.flatMap((text, number) => [number ? " · " : "", element("bdi", {}, text)]);
 }
 
 function counted(turns) {
