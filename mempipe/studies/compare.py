@@ -142,7 +142,8 @@ def paired_differences(pairs: Mapping[str, Sequence[Pair]], *, metric: str) -> d
 
 
 def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) -> list[str]:
-    """Returns warnings for the reader of the table: skipped questions and sets, settings that differ."""
+    """Returns warnings for the reader of the table: unfinished sets, skipped questions and sets, settings that
+    differ."""
     sets = [_sets(_run_folder(folder)) for folder in (first, second)]
     lines = [f"only {folder} has {_names(own)}" for folder, own in _lonely(first, second, *sets)]
     for each in comparisons:
@@ -158,7 +159,13 @@ def warnings(first: Path, second: Path, comparisons: Sequence[SetComparison]) ->
     for label in sorted(sets[0].keys() & sets[1].keys()):
         if label not in compared:
             lines.append(f"{label}: no question is shared; the set is skipped")
-        settings = [read_result_state(own[label])["settings"] for own in sets]
+        states = [read_result_state(own[label]) for own in sets]
+        lines += [
+            f"{label}: {folder} is unfinished; run its evaluation to its end for the other questions"
+            for folder, state in zip((first, second), states, strict=True)
+            if not state["finished"]
+        ]
+        settings = [state["settings"] for state in states]
         for name in ("sampling", "num_samples", "judge"):
             here, there = (each.get(name) for each in settings)
             if here != there:

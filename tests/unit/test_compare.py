@@ -22,8 +22,9 @@ def results(
     texts: dict[str, str] | None = None,
     aliases: dict[str, list[str]] | None = None,
     num_samples: int = 1,
+    finished: bool = True,
 ) -> Path:
-    """A finished set: question id to whether it was answered rightly."""
+    """A set: question id to whether it was answered rightly."""
     groups = []
     for key, is_right in rights.items():
         golds = ["Nile", *(aliases or {}).get(key, [])]
@@ -43,7 +44,8 @@ def results(
     found = ResultFolder(folder, {**SETTINGS, "num_samples": num_samples})
     found.open()
     found.append(groups, [result_row(group, growing=False, prompt_hash="p") for group in groups])
-    found.finish()
+    if finished:
+        found.finish()
     return folder.parent
 
 
@@ -55,6 +57,14 @@ def test_means_difference_and_mcnemar_are_over_the_shared_questions(tmp_path):
     assert (nq.first, nq.second, nq.difference.value) == (0.25, 0.5, 0.25)
     assert (nq.mcnemar.gained, nq.mcnemar.lost, nq.mcnemar.p_value) == (2, 1, 1.0)
     assert warnings(a, b, [nq]) == [f"nq: questions skipped: 1 only in {a}, 2 only in {b}"]
+
+
+def test_a_run_that_was_interrupted_is_said_to_be_unfinished(tmp_path):
+    a = results(tmp_path / "a" / "nq", {"1": True, "2": False})
+    b = results(tmp_path / "b" / "nq", {"1": True, "2": True}, finished=False)
+    assert warnings(a, b, compare_runs(a, b)) == [
+        f"nq: {b} is unfinished; run its evaluation to its end for the other questions"
+    ]
 
 
 def test_a_question_that_was_asked_otherwise_is_left_out_and_counted(tmp_path):
