@@ -42,7 +42,7 @@ _PAIRED = (
 )
 _CAUSE_TITLE = "First cause of wrong answers"
 _CAUSE_NOTE = "The place in the chain of needed facts where an answer went wrong; docs/memory.md defines each."
-_MEMORY_NOTE = "Shares from 0 to 1, memory tokens apart; docs/memory.md has the formulas."
+_MEMORY_NOTE = "Shares from 0 to 1, except memory tokens and compression; docs/memory.md has the formulas."
 _TURN_TITLE = "Memory quality by turn, percent"
 _TURN_NOTE = (
     "Intervals are bootstraps over questions; the cases of each share are in brackets. Attempts that end early have no "
