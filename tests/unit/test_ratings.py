@@ -189,6 +189,28 @@ def test_the_page_is_filled_in_by_keys_and_clicks_and_saves_the_sheet(run, tmp_p
     assert "yes           50.00" in printed(capsys, "--ratings", saved)
 
 
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, so nobody fills in the page")
+def test_the_next_person_at_a_browser_begins_with_an_empty_sheet(run, tmp_path, capsys):
+    printed(capsys, run, "--sheet", 6, tmp_path / "s.html")
+    with browsing(tmp_path / "profile") as page:
+        page.open((tmp_path / "s.html").as_uri())
+
+        def named(name: str, *, same: bool = False) -> str:
+            page.value(f"window.confirm = () => {str(same).lower()}")
+            field = "document.querySelector('[name=person]')"
+            page.value(f"{field}.value = '{name}'; {field}.dispatchEvent(new Event('change'))")
+            return page.value("document.getElementById('count').textContent")
+
+        def rate(*numbers: int) -> None:
+            page.value(f"{list(numbers)}.forEach(number => document.querySelectorAll('[data-rating]')[number].click())")
+
+        assert named("An") == "turn 1 of 12, 0 rated"
+        rate(0, 3)
+        assert named("Ann", same=True) == "turn 1 of 12, 1 rated", "a name that was spelled wrongly"
+        assert named("Ben") == "turn 1 of 12, 0 rated" and ",yes," not in page.value("csv()")
+        assert named("Ann") == "turn 2 of 12, 1 rated" and ",yes,no," in page.value("csv()")
+
+
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed, so nobody looks at the page")
 def test_the_next_turn_begins_with_its_question_on_a_small_screen(run, tmp_path, capsys):
     printed(capsys, run, "--sheet", 6, tmp_path / "s.html")

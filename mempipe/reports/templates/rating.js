@@ -3,7 +3,7 @@ const {sheet, file, ratings, turns} = JSON.parse(document.getElementById("data")
 const part = id => document.getElementById(id);
 const form = part("sheet"), buttons = [...document.querySelectorAll("[data-rating]")];
 const columns = Object.keys(turns[0].row), key = `mempipe-ratings-${sheet}`;
-let given = turns.map(() => ({})), place = 0, unsaved = false;
+let given = turns.map(() => ({})), place = 0, unsaved = false, owner = "", others = {};
 
 // A browser may refuse storage to a file; then the page warns before it is closed with unsaved ratings.
 function restore() {
@@ -11,13 +11,37 @@ function restore() {
     const kept = JSON.parse(localStorage.getItem(key));
     if (kept?.given?.length !== turns.length) return;
     given = kept.given;
-    form.elements.person.value = kept.person;
-    place = Math.max(0, given.findIndex(each => !isRated(each)));
+    others = kept.others ?? {};
+    form.elements.person.value = owner = kept.person;
+    place = firstOpen();
   } catch {}
 }
 
 function keep() {
-  try { localStorage.setItem(key, JSON.stringify({person: form.elements.person.value, given})); } catch { unsaved = true; }
+  const person = owner || form.elements.person.value;
+  try { localStorage.setItem(key, JSON.stringify({person, given, others})); } catch { unsaved = true; }
+}
+
+// Several people may rate in one browser: the ratings of the one before are kept, and are not those of the next.
+function rename() {
+  const person = form.elements.person.value.trim();
+  if (!person || person === owner) return;
+  const hasRated = given.some(each => each.comment || ratings.some(name => each[name]));
+  const areTheirs = owner && hasRated
+    ? confirm(`${owner} has rated turns of this sheet in this browser. Are these the ratings of ${person}?`)
+    : !(person in others);
+  if (!areTheirs) {
+    others[owner] = given;
+    given = others[person] ?? turns.map(() => ({}));
+    place = firstOpen();
+    show(0);
+  }
+  owner = person;
+  keep();
+}
+
+function firstOpen() {
+  return Math.max(0, given.findIndex(each => !isRated(each)));
 }
 
 function isRated(each) {
@@ -101,6 +125,7 @@ part("previous").addEventListener("click", () => show(-1));
 part("next").addEventListener("click", () => show(1));
 part("comment").addEventListener("input", event => { given[place].comment = event.target.value; keep(); });
 form.addEventListener("input", keep);
+form.elements.person.addEventListener("change", rename);
 form.addEventListener("submit", event => { event.preventDefault(); save(); });
 window.addEventListener("beforeunload", event => { if (unsaved) event.preventDefault(); });
 restore();
