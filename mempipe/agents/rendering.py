@@ -234,7 +234,9 @@ class Pieces:
     slots: list[str]
 
     def filled(self, values: Mapping[str, list[int]]) -> list[int]:
-        """Returns all ids, with the value of its name in every slot."""
+        """Returns all ids, with the value of its name in every slot. Raises TypeError for a text in place of ids."""
+        if texts := [name for name in self.slots if isinstance(values[name], str)]:
+            raise TypeError(f"the slot {{{texts[0]}}} is filled with a text; expected token ids (renderer.encode)")
         return list(itertools.chain.from_iterable(alternate(self.literals, [values[name] for name in self.slots])))
 
     @property

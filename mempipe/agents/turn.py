@@ -66,6 +66,8 @@ class Turn:
     search_seconds: float = 0.0
 
     def inject(self, token_ids: Sequence[int]) -> None:
+        if isinstance(token_ids, str):  # whose letters would be taken for ids
+            raise TypeError(f"turn.inject is given the text {token_ids[:40]!r}; expected token ids (renderer.encode)")
         self._append(token_ids, mask=0, logprobs=[0.0] * len(token_ids), versions=[-1] * len(token_ids))
 
     def cut(self, num_tokens: int) -> None:

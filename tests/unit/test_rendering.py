@@ -21,7 +21,9 @@ from tokenizers import normalizers
 
 from mempipe.agents.memsearcher import MemSearcherBudget, MemSearcherPrompts, MemSearcherRenderer, Observation
 from mempipe.agents.prompt_set import load_prompts, split_slots
+from mempipe.agents.rendering import Pieces
 from mempipe.agents.tools import SearchArguments, SearchTool, ToolCall, ToolResult
+from mempipe.agents.turn import Memory, Turn
 from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.settings import ConfigError
@@ -141,6 +143,17 @@ def test_a_template_that_drops_or_refuses_messages_is_refused(body):
 
 
 # Prompt sets
+
+
+def test_a_text_is_not_taken_for_token_ids():
+    pieces = Pieces([[1], [2]], ["question"])
+    assert pieces.filled({"question": [7, 8]}) == [1, 7, 8, 2]
+    with pytest.raises(TypeError, match=r"the slot \{question\} is filled with a text; expected token ids"):
+        pieces.filled({"question": "Where?"})  # type: ignore[dict-item]
+    turn = Turn(index=0, question_ids=[], memory=Memory())
+    with pytest.raises(TypeError, match=r"turn\.inject is given the text 'Where"):
+        turn.inject("Where?")  # type: ignore[arg-type]
+    assert turn.token_ids == []
 
 
 def test_only_known_names_in_braces_are_slots():
