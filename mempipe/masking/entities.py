@@ -46,12 +46,18 @@ class Finder(Protocol):
 
 
 _MONTHS = "January|February|March|April|May|June|July|August|September|October|November|December"
+_MONTH_NAMES: list[str] = [*_MONTHS.split("|")]
 _DAY = r"(?:[12]?\d|3[01])"
 _YEAR = r"(?:1\d{3}|20\d{2})"
 _DATE = re.compile(
     rf"\b(?:{_DAY} (?:{_MONTHS}),? {_YEAR}|(?:{_MONTHS}) {_DAY}, {_YEAR}|(?:{_MONTHS}) {_YEAR}|{_DAY} (?:{_MONTHS})"
     rf"|(?:{_MONTHS}) {_DAY}|{_YEAR})\b"
 )
+_WRITTEN_DATE = re.compile(
+    rf"(?:(?P<day>{_DAY})(?:st|nd|rd|th)?(?: of)? (?P<month>{_MONTHS})"
+    rf"|(?P<other_month>{_MONTHS})(?: (?P<other_day>{_DAY})(?:st|nd|rd|th)?)?)(?:,? (?P<year>{_YEAR}))?"
+)
+_ORDINALS = {1: "st", 2: "nd", 3: "rd"}
 _NUMBER = re.compile(r"(?<![\w.,])\d+(?:,\d{3})*(?:\.\d+)?(?![\w]|[.,]\d)")
 _TITLE = re.compile(r"[\"“]([A-Z0-9][^\"“”\n]{1,80})[\"”]")
 _WORD = r"[^\W\d_](?:[^\W_]|['’\-.](?=[^\W_]))*"
@@ -170,7 +176,7 @@ def forms(entity: str, kind: Kind) -> list[str]:
     names.
 
     Of a person's name the last word ("Obama") is a form, of every name of several words its initials ("NATO"), of a
-    date its other order, and of a number itself with and without commas ("1250"; "007" is not 7).
+    date its other ways of writing (`_dates`), and of a number itself with and without commas ("1250"; "007" is not 7).
     """
     found = {entity, _plain(entity), re.sub(r"^[Tt]he ", "", entity)}
     words = entity.split()
@@ -180,17 +186,26 @@ def forms(entity: str, kind: Kind) -> list[str]:
         initials = "".join(word[0] for word in words if word[0].isupper())
         if len(initials) > 2:
             found |= {initials, ".".join(initials) + "."}
-    if kind == "date" and (parts := re.fullmatch(rf"({_DAY}) ({_MONTHS}),? ({_YEAR})", entity)):
-        found.add(f"{parts[2]} {parts[1]}, {parts[3]}")
-    if kind == "date" and (parts := re.fullmatch(rf"({_MONTHS}) ({_DAY}), ({_YEAR})", entity)):
-        found |= {f"{parts[2]} {parts[1]} {parts[3]}", f"{parts[2]} {parts[1]}, {parts[3]}"}
-    if kind == "date" and (parts := re.fullmatch(rf"({_DAY}) ({_MONTHS})|({_MONTHS}) ({_DAY})", entity)):
-        found.add(f"{parts[2]} {parts[1]}" if parts[1] else f"{parts[4]} {parts[3]}")
+    if kind == "date" and (parts := _WRITTEN_DATE.fullmatch(entity)):
+        found |= _dates(parts["day"] or parts["other_day"], parts["month"] or parts["other_month"], parts["year"])
     if kind == "number":
         found.add(entity.replace(",", ""))
         if entity.isdecimal() and int(entity[0]):
             found.add(f"{int(entity):,}")
     return sorted((form for form in found if form.strip()), key=lambda form: (-len(form), form))
+
+
+def _dates(day: str | None, month: str, year: str | None) -> set[str]:
+    """Returns the forms of a date of a month: both orders, "12th", "12th of", "Mar" and, with a year, 1990-03-12."""
+    names = {month, month[:3], *(["Sept"] if month == "September" else [])}
+    if day is None:
+        return {f"{name} {year}" for name in names} if year else set()
+    number, end, comma = int(day), f" {year}" if year else "", f", {year}" if year else ""
+    ordinal = f"{day}{'th' if 10 < number < 14 else _ORDINALS.get(number % 10, 'th')}"
+    found = {f"{ordinal} of {month}{end}"}
+    for name in names:
+        found |= {f"{day} {name}{end}", f"{name} {day}{comma}", f"{ordinal} {name}{end}", f"{name} {ordinal}{comma}"}
+    return found | ({f"{year}-{_MONTH_NAMES.index(month) + 1:02}-{number:02}"} if year else set())
 
 
 def hide(text: str, entity: str, kind: Kind, mark: str) -> tuple[str, int]:
