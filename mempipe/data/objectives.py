@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 
@@ -40,7 +40,7 @@ def join_objectives(
             group[0],
             id="+".join(question.id for question in group),
             text=joined_texts(question.text for question in group),
-            golden_answers=["; ".join(question.golden_answers[0] for question in group)],
+            golden_answers=["; ".join(_alone(question.golden_answers) for question in group)],
             objectives=[question.golden_answers for question in group],
             num_hops=0,
             evidence=[
@@ -49,6 +49,11 @@ def join_objectives(
             context="",
             recall_targets=[],
         )
+
+
+def _alone(golden_answers: Sequence[str]) -> str:
+    """Returns the first golden answer without a semicolon, which would part it in two; the first where all have one."""
+    return next((answer for answer in golden_answers if ";" not in answer), golden_answers[0])
 
 
 def joined_texts(questions: Iterable[str]) -> str:

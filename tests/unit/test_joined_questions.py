@@ -225,3 +225,10 @@ def test_the_command_says_how_many_questions_were_too_few_for_one_more(tmp_path,
     assert main(["data", "objectives", str(tmp_path / "three.jsonl"), str(tmp_path / "pairs.parquet")]) == 0
     assert "1 questions of 2 objectives" in (out := capsys.readouterr().out) and "too few for one more: 1" in out
     assert len(read_questions(tmp_path / "pairs.parquet")) == 1
+
+
+def test_a_joined_answer_has_one_part_for_each_objective():
+    asked = [replace(BORN, golden_answers=["Oslo; Norway", "Oslo"]), CAPITAL]
+    (joined,) = join_objectives(asked, objectives=2)
+    assert joined.golden_answers == [f"Oslo; {CAPITAL.golden_answers[0]}"]
+    assert joined.objectives[0] == ["Oslo; Norway", "Oslo"]
