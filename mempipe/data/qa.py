@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import random
 import re
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ from mempipe.types import Question, from_row, to_row
 
 BY_NAME = Columns()
 """Every field is found by its name."""
-_BATCH_ROWS = 64
+_BATCH_ROWS, _BATCH_CHARS = 64, 2**28
+"""The most of a batch of columns, since a column of texts holds less than 2 GiB."""
 _SPLIT = re.compile(r"^(?:train|test|dev|val)|(?<=[_. -])(?:train|test|dev|val(?:id(?:ation)?)?)(?=[_. -])")
 """A split in the name of a file, in lower case: it begins so, or has it as a word, as nq_train.jsonl does."""
 
@@ -115,9 +116,20 @@ class QuestionTable:
 
     def __init__(self, questions: Iterable[Question]) -> None:
         self._batches: list[pa.RecordBatch] = []
-        remaining = iter(questions)
-        while rows := [to_row(question) for question in islice(remaining, _BATCH_ROWS)]:
-            self._batches.append(pa.RecordBatch.from_pylist(rows, schema=arrow_schema(Question)))
+        self._ends: list[int] = []
+        rows, num_chars = [], 0
+        for question in questions:
+            if len(rows) == _BATCH_ROWS or (rows and num_chars + len(question.context) > _BATCH_CHARS):
+                self._add(rows)
+                rows, num_chars = [], 0
+            rows.append(to_row(question))
+            num_chars += len(question.context)
+        if rows:
+            self._add(rows)
+
+    def _add(self, rows: list[dict[str, Any]]) -> None:
+        self._batches.append(pa.RecordBatch.from_pylist(rows, schema=arrow_schema(Question)))
+        self._ends.append(len(self) + len(rows))
 
     def sources(self) -> dict[str, int]:
         """Returns the data sets that the questions name, with their numbers of questions."""
@@ -125,11 +137,13 @@ class QuestionTable:
         return {source: number for source, number in sorted(counts.items()) if source}
 
     def __len__(self) -> int:
-        return sum(batch.num_rows for batch in self._batches)
+        return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, index: int) -> Question:
-        batch = self._batches[index // _BATCH_ROWS]
-        return from_row(Question, batch.slice(index % _BATCH_ROWS, 1).to_pylist()[0])
+        if not 0 <= index < len(self):
+            raise IndexError(f"question {index} of {len(self)}")
+        batch = self._batches[number := bisect_right(self._ends, index)]
+        return from_row(Question, batch.slice(index - self._ends[number] + batch.num_rows, 1).to_pylist()[0])
 
 
 def _read(

@@ -665,3 +665,16 @@ def test_the_real_hotpotqa_questions_are_read_in_full():
     assert len(questions) == 100
     assert questions[0].text == "If Gallu is a demon Lilu is what?" and questions[0].golden_answers == ["a spirit"]
     assert {question.num_hops for question in questions} == {2}
+
+
+def test_a_table_of_long_contexts_is_cut_so_that_no_column_holds_too_much(monkeypatch):
+    monkeypatch.setattr("mempipe.data.qa._BATCH_CHARS", 100)  # for 2 GiB, which Arrow's columns of texts do not reach
+    questions = [
+        Question(id=str(i), text="Who?", golden_answers=["Ann"], context="x" * (i % 7 * 25)) for i in range(150)
+    ]
+    table = QuestionTable(questions)
+    assert [table[i] for i in range(len(table))] == questions and list(table) == questions
+    assert max(len("".join(batch.column("context").to_pylist())) for batch in table._batches) <= 150
+    with pytest.raises(IndexError):
+        table[150]
+    assert len(QuestionTable([])) == 0
