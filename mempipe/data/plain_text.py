@@ -10,6 +10,7 @@ from the second part of a long section on its number: the titles are what questi
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections import Counter
@@ -190,13 +191,17 @@ def _files(path: Path) -> list[Path]:
 
 
 def _files_of(folder: Path, suffixes: tuple[str, ...]) -> Iterator[Path]:
-    return (
-        file
-        for file in folder.rglob("*")
-        if file.name.lower().endswith(suffixes)
-        and file.is_file()
-        and not any(map(is_hidden, file.relative_to(folder).parts))
-    )
+    """Yields the files in a folder and in those inside it, also where a link leads to one; each folder once."""
+    seen = set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        if (real := os.path.realpath(place)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if not is_hidden(name))
+        for name in names:
+            if name.lower().endswith(suffixes) and not is_hidden(name) and (file := Path(place) / name).is_file():
+                yield file
 
 
 def _passages(name: str, text: str, words: int) -> Iterator[tuple[str, str]]:

@@ -189,6 +189,18 @@ def test_hidden_files_and_folders_are_passed_over(tmp_path):
     assert [passage.id for passage in read_plain_text(tmp_path)] == ["a-0"]
 
 
+def test_a_link_to_a_folder_is_read_and_every_folder_once(tmp_path):
+    docs, other = tmp_path / "docs", tmp_path / "other"
+    docs.mkdir()
+    other.mkdir()
+    (docs / "a.txt").write_text("The river Elbe flows into the sea.")
+    (other / "b.txt").write_text("The river Oder flows into the sea.")
+    for link, target in (("one", other), ("two", other), ("itself", docs)):
+        (docs / link).symlink_to(target)
+    assert [passage.id for passage in read_plain_text(docs)] == ["a-0", "one/b-0"]
+    assert is_plain_text(docs) and skipped_files(docs) == {}
+
+
 def test_files_of_a_kind_that_is_not_read_are_counted(tmp_path):
     for name in ("a.txt", "b.docx", "in/c.DOCX", "in/d.epub", "in/LICENSE", ".h.doc"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
