@@ -13,6 +13,7 @@ from pathlib import Path
 from mempipe.actors.cluster import connected
 from mempipe.data.corpus import CorpusFile, corpus_files, read_segments
 from mempipe.data.plain_text import describe_source, is_plain_text, skipped_files, write_corpus
+from mempipe.data.rows import BadRows
 from mempipe.data.text_files import SUFFIXES
 from mempipe.progress import Progress, say
 from mempipe.retrieval.build import IndexBuild, lock_output
@@ -90,14 +91,17 @@ def _remove_abandoned(folder: Path) -> None:
 def _files(config: IndexConfig, made: Path) -> list[CorpusFile]:
     """Returns the files to read, after those of texts were written to `made`; prints the first passage."""
     files: list[CorpusFile] = []
+    bad = BadRows(config.max_bad_rows)  # of tables; those of other files are counted when they are read
     for number, source in enumerate(config.corpus):
         if is_plain_text(source):
             say(f"making passages of at most {config.passage_words} words: {describe_source(source)}")
             if skipped := skipped_files(source):
                 ends = ", ".join(f"{number} {end}" for end, number in skipped.items())
                 say(f"skipped files, since texts end in {', '.join(SUFFIXES)}: {ends}")
-            source = write_corpus(source, made / _file_name(number), words=config.passage_words)
+            source = write_corpus(source, made / _file_name(number), words=config.passage_words, bad=bad)
         files += corpus_files(source)
+    if bad.total:
+        say(f"bad rows of tables that are passed over: {bad.total}; the first is {bad.examples[0]}")
     limits = {"max_bad_rows": config.max_bad_rows, "max_line_bytes": config.max_line_bytes}
     for batch, _ in islice(read_segments(files, size=1, **limits), 1):
         first = batch.to_pylist()[0]

@@ -21,7 +21,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from mempipe.data.corpus import PASSAGE_COLUMNS, corpus_files, parse_passage, read_segments
-from mempipe.data.input_files import CSV, JSON, JSONL, PARQUET, input_files, is_hidden
+from mempipe.data.input_files import CSV, JSON, JSONL, PARQUET, input_files, is_hidden, is_remote
 from mempipe.data.packaged import PACKAGED
 from mempipe.data.rows import BadRow, BadRows, read_rows
 from mempipe.data.text_files import HEADING_WORDS, SUFFIXES, check_reader, read_text_file
@@ -68,8 +68,8 @@ def check_source(source: str | Path) -> None:
             corpus_files(source)
         except ConfigError as error:
             raise ConfigError(f"{error}; texts and tables end in {', '.join((*SUFFIXES, *_TABLES))}") from error
-    elif not _is_name(source):
-        for file in _files(Path(source)):
+    elif not _is_name(source) and not (is_remote(source) and _is_table(source)):
+        for file in _files(source):
             check_reader(file)
 
 
@@ -97,34 +97,35 @@ def _is_name(source: str | Path) -> bool:
     return str(source) == PYTHON_REFERENCE or str(source) in PACKAGED
 
 
-def read_plain_text(source: str | Path, *, words: int = PASSAGE_WORDS) -> Iterator[Passage]:
-    """Yields the passages, of at most `words` words, in the order of file names and of the text; rows as they are.
+def read_plain_text(source: str | Path, *, words: int = PASSAGE_WORDS, bad: BadRows | None = None) -> Iterator[Passage]:
+    """Yields the passages, of at most `words` words, in the order of file names and of the text; rows as they are. The
+    bad rows of a table go to `bad` (None: the first one raises).
 
     Raises ConfigError for what does not exist, cannot be read, is binary, is not UTF-8 or has no text;
     PackageUnavailable for a corpus in a package that cannot be downloaded.
     """
     found = False
-    for passage in _rows(Path(source)) if Path(source).suffix.lower() in _TABLES else _cut(source, words):
+    for passage in _rows(source, bad or BadRows()) if _is_table(source) else _cut(source, words):
         found = True
         yield passage
     if not found:
         raise ConfigError(f"{source} holds no text")
 
 
-def write_corpus(source: str | Path, file: Path, *, words: int = PASSAGE_WORDS) -> Path:
+def write_corpus(source: str | Path, file: Path, *, words: int = PASSAGE_WORDS, bad: BadRows | None = None) -> Path:
     """Writes the passages of `read_plain_text`, or those of a corpus as they are, as one file from which an index is
     built, and returns its path. It holds `_ROWS_AT_ONCE` of them in memory.
 
     Raises ConfigError as `read_plain_text` and `read_segments` do.
     """
     with parquet_writer(file, PASSAGE_COLUMNS) as writer:
-        for batch in _cut_batches(source, words) if is_plain_text(source) else _batches(source):
+        for batch in _cut_batches(source, words, bad) if is_plain_text(source) else _batches(source):
             writer.write_table(pa.Table.from_batches([batch]))
     return file
 
 
-def _cut_batches(source: str | Path, words: int) -> Iterator[pa.RecordBatch]:
-    passages = read_plain_text(source, words=words)
+def _cut_batches(source: str | Path, words: int, bad: BadRows | None) -> Iterator[pa.RecordBatch]:
+    passages = read_plain_text(source, words=words, bad=bad)
     while part := list(islice(passages, _ROWS_AT_ONCE)):
         columns = {name: [getattr(passage, name) for passage in part] for name in PASSAGE_COLUMNS.names}
         yield pa.record_batch(columns, schema=PASSAGE_COLUMNS)
@@ -140,12 +141,15 @@ def _cut(source: str | Path, words: int) -> Iterator[Passage]:
             yield Passage(id=f"{name}-{number}", title=title, text=passage)
 
 
-def _rows(file: Path) -> Iterator[Passage]:
-    bad = BadRows()
-    for source in input_files(file, suffixes=_TABLES):
-        for number, (place, row) in enumerate(read_rows(source, bad=bad), start=1):
+def _is_table(source: str | Path) -> bool:
+    return Path(source).suffix.lower() in _TABLES
+
+
+def _rows(source: str | Path, bad: BadRows) -> Iterator[Passage]:
+    for file in input_files(source, suffixes=_TABLES):
+        for number, (place, row) in enumerate(read_rows(file, bad=bad), start=1):
             try:
-                yield parse_passage(row, own_id=f"{file.stem}-{number}")
+                yield parse_passage(row, own_id=f"{file.name.rpartition('.')[0]}-{number}")
             except BadRow as fault:
                 bad.add(place, str(fault), kind=fault.kind)
 
@@ -160,8 +164,7 @@ def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
     if packaged := PACKAGED.get(str(source)):
         yield from packaged.texts()
         return
-    path = Path(source)
-    files = _files(path)
+    path, files = Path(source), _files(source)
     if not path.is_dir():
         yield path.stem, read_text_file(path)
         return
@@ -172,8 +175,11 @@ def _texts(source: str | Path) -> Iterator[tuple[str, str]]:
         yield brief if seen[brief] == 1 else name, read_text_file(file)
 
 
-def _files(path: Path) -> list[Path]:
+def _files(source: str | Path) -> list[Path]:
     """Returns the files of a source in order. Raises ConfigError when it is not there."""
+    path = Path(source)
+    if is_remote(source):
+        raise ConfigError(f"{source} is a text at a URL, which is not read from there; copy it to this machine")
     if not path.exists():
         raise ConfigError(
             f"{path} does not exist; expected a corpus (.jsonl, .parquet, .csv, .json), a text file or a folder of "

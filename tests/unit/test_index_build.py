@@ -526,6 +526,19 @@ def test_texts_tables_and_rows_become_one_index_and_a_second_start_makes_the_sam
         assert [passage.id for passage in found.passages] == [identity]
 
 
+def test_bad_rows_of_tables_are_passed_over_up_to_the_limit(tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("title,text\nNile,A river.\nOder,\n")
+    (tmp_path / "b.csv").write_text("title,text\nPo,\nElbe,Another.\n")
+    sources = [str(tmp_path / name) for name in ("a.csv", "b.csv")]
+    config = IndexConfig(corpus=sources, output=str(tmp_path / "i"), encoder=None, lexical=True, max_bad_rows=1)
+    with pytest.raises(ConfigError, match=r"2 bad rows .*, more than max_bad_rows 1"), corpus_of(config):
+        pass
+    with corpus_of(config.model_copy(update={"max_bad_rows": 2})) as files:
+        assert [passage.title for passage in read_corpus([file.url for file in files])] == ["Nile", "Elbe"]
+    said = capsys.readouterr().out
+    assert f"bad rows of tables that are passed over: 2; the first is {sources[0]}, row 2: text is missing" in said
+
+
 def test_a_build_that_fails_leaves_no_passages_of_its_texts(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text("Ann was born in Paris.")

@@ -7,6 +7,7 @@ import random
 import re
 from pathlib import Path
 
+import fsspec
 import pytest
 
 from mempipe.data.corpus import read_corpus
@@ -199,6 +200,15 @@ def test_a_link_to_a_folder_is_read_and_every_folder_once(tmp_path):
         (docs / link).symlink_to(target)
     assert [passage.id for passage in read_plain_text(docs)] == ["a-0", "one/b-0"]
     assert is_plain_text(docs) and skipped_files(docs) == {}
+
+
+def test_a_table_is_read_from_a_url_and_a_text_is_not():
+    fsspec.filesystem("memory").pipe("/rivers.csv", b"title,text\nElbe,The Elbe flows into the sea.\n")
+    check_source("memory://rivers.csv")
+    assert [passage.id for passage in read_plain_text("memory://rivers.csv")] == ["rivers-1"]
+    for refused in (check_source, lambda source: list(read_plain_text(source))):
+        with pytest.raises(ConfigError, match=r"memory://rivers.txt is a text at a URL"):
+            refused("memory://rivers.txt")
 
 
 def test_files_of_a_kind_that_is_not_read_are_counted(tmp_path):
