@@ -213,6 +213,8 @@ class HFEncoder:
             raise ConfigError(
                 f"encoder {path!r} is not a Hugging Face encoder: {' '.join(str(error).split())}"
             ) from error
+        if getattr(model.config, "is_encoder_decoder", False):  # the decoder of T5 encodes nothing
+            model = model.get_encoder()
         _check_positions(path, max_tokens, model.config)
         self._settings = {
             "path": path,

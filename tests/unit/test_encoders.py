@@ -13,7 +13,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerFast
+from transformers import BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerFast, T5Config, T5Model
 
 from mempipe.retrieval.encoders import (
     HashingEncoder,
@@ -101,6 +101,18 @@ def test_queries_and_passages_are_prefixed_and_pooled_over_their_own_tokens(bert
         titled, by_hand(bert, ["passage", ":", '"', "nile", '"', "river", "in", "egypt"]), atol=1e-6
     )
     np.testing.assert_allclose(untitled, by_hand(bert, ["passage", ":", "rhine", "river"]), atol=1e-6)
+
+
+def test_of_an_encoder_with_a_decoder_the_first_half_encodes(tmp_path):
+    config = T5Config(vocab_size=len(WORDS), d_model=16, d_kv=8, d_ff=32, num_layers=1, num_heads=2)
+    model = T5Model(config).eval()
+    model.save_pretrained(tmp_path)
+    BertTokenizerFast(vocab={word: i for i, word in enumerate(WORDS)}).save_pretrained(tmp_path)
+    encoder = HFEncoder(str(tmp_path), query_prefix="")
+    token_ids = torch.tensor([[WORDS.index(word) for word in ("[CLS]", "river", "[SEP]")]])
+    with torch.inference_mode():
+        mean = model.get_encoder()(token_ids).last_hidden_state[0].numpy().mean(0)
+    np.testing.assert_allclose(encoder.encode_queries(["river"])[0], mean / np.linalg.norm(mean), atol=1e-6)
 
 
 def test_texts_are_cut_after_max_tokens_special_tokens_included(bert, encoder):
