@@ -139,6 +139,8 @@ def find_candidates(passages: Sequence[Passage], finder: Finder, config: ClozeCo
             if not start <= entity.start < entity.end <= end:  # it crosses the end of a sentence
                 continue
             sentence, place = passage.text[start:end], entity.start - start
+            if GAP in sentence or LINK in sentence:  # of the text itself: a question would have two gaps
+                continue
             rows.append(
                 (
                     passage.id,

@@ -271,3 +271,12 @@ def test_passages_without_titles_are_in_every_split():
     config = ClozeConfig(validation_share=0.2, test_share=0.2, two_passages=0)
     made = choose_questions(find_candidates(passages, RuleFinder(), config).lazy(), len(passages), config)
     assert all(len(questions) > 20 for questions in made.questions.values())
+
+
+@pytest.mark.parametrize("mark", [GAP, LINK])
+def test_a_sentence_with_a_gap_of_its_own_is_no_question(mark):
+    sentence = "In the cold spring Ada Loman walked across {} frozen fields toward the old mill."
+    passages = [Passage(id="a", title="A", text=sentence.format(mark)), Passage(id="b", title="B", text="It is.")]
+    assert not len(find_candidates(passages, RuleFinder(), ClozeConfig()))
+    passages[0] = Passage(id="a", title="A", text=sentence.format("the"))
+    assert len(find_candidates(passages, RuleFinder(), ClozeConfig()))
