@@ -259,8 +259,8 @@ class IndexBuild:
         return f"remove {self.folder}, and build the index again"
 
     def _check_settings(self) -> None:
-        """Keeps the settings in the folder. Raises ConfigError when it was begun with others; those of faiss may change
-        until there is a shard, so that no text is encoded again because faiss refused it.
+        """Keeps the settings in the folder. Raises ConfigError when it was begun with others, unless they are those by
+        which a build can be mended without reading or encoding again what it has.
         """
         file = self._unfinished / "settings.json"
         if not file.exists():
@@ -271,10 +271,10 @@ class IndexBuild:
                 )
             self._keep_settings(file)
         changed = changed_settings(read_object(file, advice=self._advice), self._config)
-        has_shard = any((self.folder / VECTORS).glob("*.faiss"))
-        if changed and not has_shard and all(name.startswith("faiss.") for name, *_ in changed):
-            for made in (self.folder / TRAINED, self._record(TRAINED)):
-                made.unlink(missing_ok=True)
+        if changed and all(self._may_change(*each) for each in changed):
+            if any(name.startswith("faiss.") for name, *_ in changed):
+                for made in (self.folder / TRAINED, self._record(TRAINED)):
+                    made.unlink(missing_ok=True)
             self._keep_settings(file)
             return
         for name, before, now in changed:
@@ -282,6 +282,12 @@ class IndexBuild:
                 f"{self.folder} is an unfinished build with {name} {before!r}, now it is {now!r}; remove that folder, "
                 "or continue with its settings"
             )
+
+    def _may_change(self, name: str, before: Any, now: Any) -> bool:
+        """Returns whether nothing that was made depends on the setting."""
+        if name == "max_line_bytes":
+            return now > before and not any("too_long" in segment.position.counts for segment in self.segments())
+        return name.startswith("faiss.") and not any((self.folder / VECTORS).glob("*.faiss"))
 
     def _keep_settings(self, file: Path) -> None:
         write_object(file, self._config.model_dump(mode="json", exclude={*IndexConfig.FREE}))

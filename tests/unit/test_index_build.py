@@ -310,6 +310,20 @@ def test_a_build_that_bad_rows_ended_goes_on_with_a_higher_limit_and_not_with_a_
     assert contents(tmp_path / "i") == contents(tmp_path / "undisturbed")
 
 
+def test_a_build_that_a_long_line_ended_goes_on_with_a_higher_limit(tmp_path):
+    corpus = write_corpus(tmp_path / "c.jsonl", 250)
+    with corpus.open("a") as file:
+        file.write(json.dumps({"id": "long", "contents": "word1 " * 500}))
+    limits = {"max_line_bytes": 1000, "max_bad_rows": 0}
+    with pytest.raises(ConfigError, match=r"line 251: longer than 1000 bytes"):
+        build(config_of(corpus, tmp_path / "i", **limits))
+    with pytest.raises(ConfigError, match=r"unfinished build with max_line_bytes 1000, now it is 900"):
+        build(config_of(corpus, tmp_path / "i", **limits | {"max_line_bytes": 900}))
+    build(config_of(corpus, tmp_path / "i", max_line_bytes=9000))
+    build(config_of(corpus, tmp_path / "undisturbed", max_line_bytes=9000))
+    assert contents(tmp_path / "i") == contents(tmp_path / "undisturbed")
+
+
 def test_texts_are_not_encoded_again_where_faiss_refused_their_vectors(tmp_path, monkeypatch):
     corpus = write_corpus(tmp_path / "c.jsonl")
     for refused in ("IVF600,Flat", "IDMap,Flat"):  # in its training, and once it is trained
