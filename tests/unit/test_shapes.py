@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 from collections import Counter
@@ -820,3 +821,11 @@ def test_a_date_that_python_lacks_is_read_as_a_text(tmp_path):
 def test_a_world_with_too_few_questions_is_refused(capsys):
     assert main(["data", "world", "--questions", "100000"]) == 2
     assert "--questions: world-" in capsys.readouterr().err
+
+
+def test_a_day_that_pandas_keeps_as_a_time_is_that_day(tmp_path):
+    days = [datetime.datetime(2020, 1, 2), datetime.datetime(2020, 1, 2, 15, 30), datetime.datetime(1066, 10, 14)]
+    table = pa.table({"question": ["a?", "b?", "c?"], "answer": pa.array(days, pa.timestamp("us"))})
+    pq.write_table(table, tmp_path / "days.parquet")
+    answers = [question.golden_answers for question in read_questions(tmp_path / "days.parquet")]
+    assert answers == [["2020-01-02"], ["2020-01-02T15:30:00"], ["1066-10-14"]]
