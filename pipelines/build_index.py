@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -98,8 +99,10 @@ def _files(config: IndexConfig, made: Path) -> list[CorpusFile]:
             if skipped := skipped_files(source):
                 ends = ", ".join(f"{number} {end}" for end, number in skipped.items())
                 say(f"skipped files, since texts end in {', '.join(SUFFIXES)}: {ends}")
-            source = write_corpus(source, made / _file_name(number), words=config.passage_words, bad=bad)
-        files += corpus_files(source)
+            file = write_corpus(source, made / _file_name(number), words=config.passage_words, bad=bad)
+            files += [replace(each, made_of=str(source)) for each in corpus_files(file)]
+        else:
+            files += corpus_files(source)
     if bad.total:
         say(f"bad rows of tables that are passed over: {bad.total}; the first is {bad.examples[0]}")
     limits = {"max_bad_rows": config.max_bad_rows, "max_line_bytes": config.max_line_bytes}

@@ -259,7 +259,8 @@ def _chunks(files: Sequence[CorpusFile], start: CorpusPosition, max_line_bytes: 
             ):
                 numbers = np.arange(number + 1, number + 1 + batch.num_rows)
                 read = _read_columns(batch, numbers) or _read_rows(rows.rows_of_batch(batch), numbers, stem)
-                yield _Chunk(index, f"{file.url}, row", *read)
+                place = f"{file.made_of}, passage" if file.made_of else f"{file.url}, row"
+                yield _Chunk(index, place, *read)
         else:
             for number, lines in rows.line_blocks(file, first=first, max_line_bytes=max_line_bytes):
                 yield _Chunk(index, f"{file.url}, line", *_read_lines(lines, number, max_line_bytes, stem))

@@ -32,10 +32,12 @@ Source = str | Path
 
 @dataclass(frozen=True, slots=True)
 class InputFile:
-    """A file to read: a local path or an fsspec URL, and its size in bytes."""
+    """A file to read: a local path or an fsspec URL, and its size in bytes. `made_of` is what its passages were made
+    of, which messages name instead of it."""
 
     url: str
     size: int
+    made_of: str = ""
 
     @property
     def name(self) -> str:

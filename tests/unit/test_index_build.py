@@ -553,6 +553,20 @@ def test_bad_rows_of_tables_are_passed_over_up_to_the_limit(tmp_path, capsys):
     assert f"bad rows of tables that are passed over: 2; the first is {sources[0]}, row 2: text is missing" in said
 
 
+def test_an_id_that_occurs_twice_in_texts_or_tables_is_said_with_their_name(tmp_path):
+    (tmp_path / "a.csv").write_text("id,text\n1,A river.\n1,Another.\n")
+    for folder in ("x", "y"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "README.md").write_text("A river.")
+    for sources, said in ((["a.csv"], r"a.csv, passage 2: passage id '1'"), (["x", "y"], "y, passage 1: .*'README-0'")):
+        config = IndexConfig(
+            corpus=[str(tmp_path / name) for name in sources], output=str(tmp_path / "i"), encoder=None, lexical=True
+        )
+        with pytest.raises(ConfigError, match=said), corpus_of(config) as files:
+            list(IndexBuild(config, files).read())
+        shutil.rmtree(tmp_path / ".i.building", ignore_errors=True)
+
+
 def test_a_build_that_fails_leaves_no_passages_of_its_texts(tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs" / "a.txt").write_text("Ann was born in Paris.")
