@@ -730,10 +730,10 @@ async def test_the_time_that_the_policy_takes_is_not_the_programs():
     engine = ScriptedEngine(TOKENIZER, ["Paris", "Rome"])
 
     async def slow(token_ids: list[int], *, max_tokens: int) -> Completion:
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(2.5)
         return await engine(token_ids, max_tokens=max_tokens)
 
-    played, _, _ = await play([], FunctionProgram(program, timeout_s=1), generate=slow)
+    played, _, _ = await play([], FunctionProgram(program, timeout_s=2), generate=slow)
     assert played.answer == "Paris Rome"
 
 

@@ -283,8 +283,10 @@ def test_a_thought_holds_no_query_no_call_and_no_answer(agent, action, thought):
 @pytest.mark.parametrize("agent", BUILT_IN)
 @pytest.mark.parametrize("tag", ["think", "information"])
 def test_a_thought_is_found_in_linear_time_where_no_tag_is_closed(agent, tag):
+    thought = agent_spec(agent).thought
+    thought("")  # which may import the agent
     started = time.process_time()
-    agent_spec(agent).thought(f"<{tag}>" * 30_000)
+    thought(f"<{tag}>" * 30_000)
     assert time.process_time() - started < 1
 
 
