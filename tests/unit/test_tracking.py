@@ -484,12 +484,16 @@ def test_steps_that_are_made_again_while_the_store_is_locked_stand_once_too(tmp_
         tracker.log_metrics({"reward": step}, step=step)
     tracker.finish()
     run_id = str(last_run_id(tmp_path / "run"))
-    again = make_tracker(tmp_path / "run", resume_run_id=run_id)
+    said: list[str] = []
+    again = make_tracker(tmp_path / "run", resume_run_id=run_id, tell=said.append)
     assert again.run_id(60) == run_id
     with sqlite3.connect(tmp_path / "mlflow.db", isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
         again.restart_at(1)
-        time.sleep(7)  # longer than sqlite waits
+        deadline = time.monotonic() + 120
+        while "database is locked" not in said[-1]:  # sqlite waits for seconds
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         other.execute("ROLLBACK")
     again.log_metrics({"reward": 20}, step=2)
     summary = again.finish()
