@@ -6,12 +6,14 @@ import asyncio
 import os
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from agent_builders import Library, ScriptedEngine, Step, assert_token_exact, build_question, build_tokenizer
 
 from mempipe.agents.program.programs import ProgramStopped
@@ -79,6 +81,18 @@ async def test_it_reads_the_question_and_prints_the_answer(command):
     assert [search.query for search in context.searches] == ["France"]
     shown = TOKENIZER.decode(context.token_ids)
     assert build_question().text in shown and "Paris is the capital" in shown
+
+
+def test_the_loop_of_a_server_starts_a_process_in_which_no_python_runs_before_the_command(command):
+    """uvloop forks, and the child may wait for ever for a lock that another thread held: so it was seen with torch."""
+    forked = threading.Event()
+    os.register_at_fork(after_in_child=lambda: time.sleep(600) if forked.is_set() else None)
+    forked.set()
+    try:
+        played = uvloop.run(play(["Paris"], command("print(ask('Where?'))")))
+    finally:
+        forked.clear()
+    assert played.answer == "Paris"
 
 
 async def test_the_openai_client_finds_the_policy_by_itself(tmp_path):

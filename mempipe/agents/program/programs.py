@@ -9,8 +9,9 @@ import os
 import re
 import shlex
 import signal
+import subprocess
+import threading
 import time
-from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
 from tempfile import TemporaryFile
@@ -108,8 +109,10 @@ class CommandProgram:
             asked.write(f"{replace_surrogates(question.text)}\n".encode())
             asked.seek(0)
             async with places, listening(gateway) as (base_url, key):
-                process = await asyncio.create_subprocess_exec(
-                    *self.command,
+                # Not asyncio's: uvloop forks, and runs Python in the child before the command. There the locks of this
+                # process's other threads stay locked for ever, and this process waits for the child.
+                process = subprocess.Popen(
+                    self.command,
                     stdin=asked,
                     stdout=output,
                     stderr=errors,
@@ -118,7 +121,7 @@ class CommandProgram:
                 )
                 gateway.on_fault = lambda: _kill(process)
                 try:
-                    code = await _in_time(process.wait(), self.timeout_s, question, gateway)
+                    code = await _in_time(_end_of_process(process), self.timeout_s, question, gateway)
                 finally:
                     _kill(process)
             return self._answer(question, gateway, code, _end_of(output), _end_of(errors))
@@ -167,7 +170,21 @@ def _end_of(file: IO[bytes]) -> str:
     return file.read().decode(errors="replace")
 
 
-def _kill(process: Process) -> None:
+async def _end_of_process(process: subprocess.Popen[bytes]) -> int:
+    """Returns the exit code of a process when it has ended. A thread of its own waits for it, which ends with it."""
+    loop = asyncio.get_running_loop()
+    ended = loop.create_future()
+
+    def wait() -> None:
+        code = process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop has ended before the process
+            loop.call_soon_threadsafe(lambda: ended.done() or ended.set_result(code))
+
+    threading.Thread(target=wait, name="program", daemon=True).start()
+    return await ended
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
     """Ends the process and all that it has started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
