@@ -39,13 +39,15 @@ def check_ports(leaver):
     assert len(listening) > 5 and not open_to_others, open_to_others
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ  # another cluster may be asked for later
 
+before = {*Path("/tmp/ray").glob("session_*")}  # of other commands, whose numbers may begin as this one's does
 with connected("", name="leaver", logs=Path(sys.argv[1])):
     leaver = start_actor(Leaver, {})
     left = ray.get(leaver.leave.remote())
     check_ports(leaver)
     assert os.stat(tempfile.gettempdir()).st_mode & 0o777 == 0o700
     assert os.path.dirname(left) == tempfile.gettempdir() != os.environ["SHARED"], left
-    assert not Path("/tmp/ray").exists() or not any("_%d" % os.getpid() in f.name for f in Path("/tmp/ray").iterdir())
+    made = [each.name for each in Path("/tmp/ray").glob("session_*") if each not in before]
+    assert not any(name.endswith("_%d" % os.getpid()) for name in made), made
     if sys.argv[2] == "fails":
         raise RuntimeError("a role died")
     if sys.argv[2] == "killed":
