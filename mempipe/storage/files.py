@@ -77,9 +77,11 @@ def whole_folder(path: Path) -> Iterator[Path]:
     try:
         yield partial
         finish_folder(partial, path)
-    finally:
-        os.close(descriptor)
+    except BaseException:
         discard_folder(path)
+        raise
+    finally:
+        os.close(descriptor)  # last, so that no other process has begun a folder that this one removes
 
 
 def _lock_partial(path: Path) -> int:
