@@ -54,10 +54,15 @@ def check_new_folder(path: Path, *, setting: str) -> None:
     """Raises ConfigError, which names `setting`, unless a folder that is made next to `path` can get its name by a
     rename: it is not there yet, or empty, and no link, mount or working folder.
     """
-    if path.is_symlink() or path.is_mount() or path.name in ("", ".."):
+    kinds = {
+        "a link": path.is_symlink(),
+        "the working folder or one above it": path.name in ("", ".."),
+        "a mount": path.is_mount(),
+    }
+    for kind in (kind for kind, is_of_kind in kinds.items() if is_of_kind):
         raise ConfigError(
-            f"{setting} is {str(path)!r}, a link, a mount or the working folder, whose name cannot be given to a new "
-            f"folder; name a folder in it, such as {str(path / 'new')!r}"
+            f"{setting} is {str(path)!r}, {kind}, whose place a new folder cannot take; name a folder in it, such as "
+            f"{str(path / 'new')!r}"
         )
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ConfigError(f"{setting} is {str(path)!r}, which exists; remove it or choose another")

@@ -354,11 +354,19 @@ def test_an_output_that_can_get_no_new_folder_is_refused_before_anything_is_read
     (tmp_path / "link").symlink_to(tmp_path / "disk")
     monkeypatch.chdir(tmp_path / "disk" / "here")
     before = sorted(tmp_path.rglob("*"))
-    for output in (tmp_path / "link", Path("."), Path(".."), Path("/")):
+    working = "the working folder or one above it"
+    refused = {
+        tmp_path / "link": "a link",
+        Path("."): working,
+        Path(".."): working,
+        Path("/"): working,
+        Path("/proc"): "a mount",
+    }
+    for output, kind in refused.items():
         config = config_of(corpus, output)
-        with pytest.raises(ConfigError, match=r"output is '.*', a link, a mount or the working folder"):
+        with pytest.raises(ConfigError, match=rf"output is '.*', {kind}, whose place a new folder cannot take"):
             IndexBuild(config, corpus_files(config.corpus))
-        assert any("a link, a mount or the working folder" in finding.text for finding in check_build(config))
+        assert any(f", {kind}, whose place" in finding.text for finding in check_build(config))
     assert sorted(tmp_path.rglob("*")) == before
     build(config_of(corpus, tmp_path / "link" / "new"))
     assert (tmp_path / "disk" / "new" / "manifest.json").exists()
