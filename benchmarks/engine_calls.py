@@ -29,6 +29,7 @@ from benchmarks.rows import Row, record
 from mempipe import environment
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import Generator
+from tools.processes import cpu_seconds
 
 T = TypeVar("T")
 Process = Literal["own", "shared"]
@@ -105,7 +106,7 @@ async def _measured_calls(folder: str, process: Process) -> tuple[Started, list[
     began = time.perf_counter()
     await generator.start()
     await _call(generator, _ids(random.Random(0), 40))
-    started = Started(f"{process} process", time.perf_counter() - began, _cpu_seconds(), _gib())
+    started = Started(f"{process} process", time.perf_counter() - began, cpu_seconds(), _gib())
     kinds: list[list[Measured]] = []
     for kind, trajectory in (("random", _random_trajectory), ("agent", _agent_trajectory)):
         rounds = []
@@ -113,11 +114,11 @@ async def _measured_calls(folder: str, process: Process) -> tuple[Started, list[
             rng = random.Random(seed)
             template = _ids(rng, 24)
             questions = [_ids(rng, 14) for _ in range(NUM_TRAJECTORIES // GROUP_SIZE)]
-            began, cpu = time.perf_counter(), _cpu_seconds()
+            began, cpu = time.perf_counter(), cpu_seconds()
             await asyncio.gather(
                 *(trajectory(generator, rng, template + questions[i // GROUP_SIZE]) for i in range(NUM_TRAJECTORIES))
             )
-            rounds.append(Measured(f"{process} process, {kind}", time.perf_counter() - began, _cpu_seconds() - cpu))
+            rounds.append(Measured(f"{process} process, {kind}", time.perf_counter() - began, cpu_seconds() - cpu))
         kinds.append(rounds[1:])
     await generator.shutdown()
     return started, kinds
@@ -159,16 +160,10 @@ def _raw(folder: str) -> list[Measured]:
     for seed in range(NUM_ROUNDS):
         rng = random.Random(seed)
         prompts = [{"prompt_token_ids": _ids(rng, rng.randrange(40, 80))} for _ in range(NUM_TRAJECTORIES * NUM_CALLS)]
-        started, cpu = time.perf_counter(), _cpu_seconds()
+        started, cpu = time.perf_counter(), cpu_seconds()
         llm.generate(prompts, params, use_tqdm=False)
-        rounds.append(Measured("raw LLM.generate, random", time.perf_counter() - started, _cpu_seconds() - cpu))
+        rounds.append(Measured("raw LLM.generate, random", time.perf_counter() - started, cpu_seconds() - cpu))
     return rounds[1:]
-
-
-def _cpu_seconds() -> float:
-    """Returns the user and system time of this process and all its children."""
-    process = psutil.Process()
-    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
 
 
 def _gib() -> float:

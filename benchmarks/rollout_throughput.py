@@ -41,7 +41,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import psutil
 import ray
 
 from benchmarks.rows import Row, record
@@ -68,6 +67,7 @@ from mempipe.streams.groups import Collector, DriverSpec, StepGroups, stream_gro
 from mempipe.types import Completion, Group, Question
 from pipelines.prepare import prepare
 from pipelines.warm_start import recorded_demonstrations, warm_start, warm_start_folder
+from tools.processes import cpu_seconds
 
 QUICKSTART = Path(__file__).parents[1] / "jobs" / "configs" / "quickstart.yaml"
 SETTINGS = [
@@ -382,15 +382,9 @@ class RawEngine:
 
 
 def with_cpu_seconds(contestant: Callable[[], Measured]) -> Measured:
-    before = _cpu_seconds()
+    before = cpu_seconds()
     measured = contestant()
-    return replace(measured, cpu_seconds=_cpu_seconds() - before)
-
-
-def _cpu_seconds() -> float:
-    """Returns the user and system time of this process and all its children."""
-    process = psutil.Process()
-    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
+    return replace(measured, cpu_seconds=cpu_seconds() - before)
 
 
 def recorded_calls(groups: Sequence[Group]) -> list[Call]:

@@ -7,6 +7,10 @@ service; the ratio of the first two (aims: .9, .8, .7); and when the first event
 side asks the same questions of its own engine, with the same weights and settings. The sides take turns within each
 round, since cores change their speed over minutes; a ratio is of one round.
 
+`work`: the seconds and CPU-seconds of both sides for the same questions, with the same numbers of clients. Where an
+answer takes half a minute, the rates of `speed` vary with the cores; CPU-seconds hardly do. They are those of all
+processes of the benchmark.
+
 `overload`: a service that works on OVERLOAD_IN_FLIGHT requests at a time gets four times the requests that it can
 answer. Printed are the statuses, the p99 of the answers against that of one client alone (aim: 3), and the memory of
 the agent's process before and after.
@@ -45,12 +49,12 @@ from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.served_run import ServedRun, resolve
 from mempipe.settings import ConfigError
 from mempipe.types import Question
-from tools.processes import free_ports
+from tools.processes import cpu_seconds, free_ports
 
 CLIENTS = (1, 8, 32)
 OVERLOAD = 4
 OVERLOAD_IN_FLIGHT = 4
-PARTS = ("speed", "overload", "turns")
+PARTS = ("speed", "work", "overload", "turns")
 DIRECT, SERVICE, STREAMS = "direct", "service", "streams"
 Ask = Callable[[Question], Awaitable[float]]
 """Asks one question; returns the seconds until its first event, or until its answer where there are no events."""
@@ -183,6 +187,66 @@ def speed(
         return asyncio.run(run())
 
 
+@dataclass(frozen=True)
+class Work:
+    """Holds what one side spent on a number of questions."""
+
+    seconds: float
+    cpu_seconds: float
+    sampled_tokens: int
+
+
+def work(
+    settings: Mapping[str, Any],
+    served: ServedRun,
+    questions: Sequence[Question],
+    *,
+    clients: Sequence[int],
+    rounds: int,
+) -> dict[int, list[dict[str, Work]]]:
+    """Returns what each side spent on all questions in each round, by number of clients."""
+
+    async def run() -> dict[int, list[dict[str, Work]]]:
+        driver = Driver(actors.driver_spec(sampling=served.sampling, group_size=1))
+
+        async def directly(question: Question) -> int:
+            group = await driver.play(question.id, question)
+            return sum(context.num_sampled_tokens for t in group.trajectories for context in t.contexts)
+
+        async with connect() as connected:
+
+            async def from_service(question: Question) -> int:
+                answer = await connected.post(question)
+                return answer.raise_for_status().json()["usage"]["completion_tokens"]
+
+            sides = {DIRECT: directly, SERVICE: from_service}
+
+            async def one_round(num_clients: int) -> dict[str, Work]:
+                return {side: await spent(ask, questions, num_clients=num_clients) for side, ask in sides.items()}
+
+            for ask in sides.values():
+                await spent(ask, questions[:4], num_clients=4)  # warm-up
+            return {number: [await one_round(number) for _ in range(rounds)] for number in clients}
+
+    with (
+        service(settings) as connect,
+        launch_rollout_actors(served.main, ray.get_runtime_context().namespace) as actors,
+    ):
+        return asyncio.run(run())
+
+
+async def spent(ask: Callable[[Question], Awaitable[int]], questions: Sequence[Question], *, num_clients: int) -> Work:
+    """Asks every question once, `num_clients` of them at a time. `ask` returns the number of its sampled tokens."""
+    upcoming = iter(questions)
+
+    async def client() -> int:
+        return sum([await ask(question) for question in upcoming])
+
+    began, cpu = time.perf_counter(), cpu_seconds()
+    tokens = await asyncio.gather(*(client() for _ in range(num_clients)))
+    return Work(time.perf_counter() - began, cpu_seconds() - cpu, sum(tokens))
+
+
 @dataclass
 class Overloaded:
     """Holds what a service did under more requests than it can answer."""
@@ -258,6 +322,20 @@ def _percentiles(rounds: Iterable[Sequence[float]]) -> str:
     return f"{p50:.0f}, {p99:.0f} ms"
 
 
+def report_work(found: Mapping[int, Sequence[Mapping[str, Work]]]) -> None:
+    print("\n| clients | side | sampled tokens | seconds | CPU-s | CPU-s of direct / service |")
+    print("|---|---|---|---|---|---|")
+    for number, rounds in found.items():
+        ratios = [each[DIRECT].cpu_seconds / each[SERVICE].cpu_seconds for each in rounds]
+        for side in (DIRECT, SERVICE):
+            ones = [each[side] for each in rounds]
+            cells = [str(number), side, f"{median(one.sampled_tokens for one in ones):.0f}"]
+            cells += [f"{median(one.seconds for one in ones):.1f}", f"{median(one.cpu_seconds for one in ones):.1f}"]
+            if side == SERVICE:
+                cells += [f"{median(ratios):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"]
+            print("|", " | ".join(cells), "|")
+
+
 def report_overload(found: Overloaded) -> None:
     statuses = Counter(status for status, _ in found.answers)
     accepted = [seconds for status, seconds in found.answers if status == 200]
@@ -275,11 +353,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--questions", default="", help="a question file (default: the run's data.validation)")
     parser.add_argument("--num-questions", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=20.0, help="per side, round and number of clients")
-    parser.add_argument("--rounds", type=int, default=3, help="of `speed`")
+    parser.add_argument("--rounds", type=int, default=3, help="of `speed` and `work`")
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
     )
-    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, metavar="N", help="of `speed`")
+    parser.add_argument("--clients", type=int, nargs="+", default=CLIENTS, metavar="N", help="of `speed` and `work`")
     arguments = parser.parse_args(argv)
     settings = {"run": arguments.run, "max_in_flight": 2 * max(arguments.clients)} | parse_overrides(arguments.settings)
     served = resolve(parse_section(settings, AgentServiceConfig))
@@ -290,6 +368,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if "speed" in arguments.only:
         load = {"clients": arguments.clients, "rounds": arguments.rounds, "seconds": arguments.seconds}
         report_speed(speed(settings, served, questions, **load))
+    if "work" in arguments.only:
+        report_work(work(settings, served, questions, clients=arguments.clients, rounds=arguments.rounds))
     if "overload" in arguments.only:
         limited = settings | {"max_in_flight": OVERLOAD_IN_FLIGHT}
         report_overload(overload(limited, questions, seconds=arguments.seconds))

@@ -182,6 +182,12 @@ def foreground(command: Sequence[str], *, stdout: int | None = None) -> None:
         raise subprocess.CalledProcessError(process.returncode, command)
 
 
+def cpu_seconds() -> float:
+    """Returns the user and system time of this process and all its children."""
+    process = psutil.Process()
+    return sum(sum(one.cpu_times()[:2]) for one in [process, *process.children(recursive=True)])
+
+
 def free_ports(count: int) -> list[int]:
     """Ports of this machine that nobody listens on at the moment.
 

@@ -47,3 +47,25 @@ def test_clients_out_of_step_count_as_much_as_those_in_step(monkeypatch):
 
     seen, _ = simulated(run())
     assert seen.rate == pytest.approx(32 / 17, rel=0.02)
+
+
+def test_every_question_is_asked_once_with_so_many_clients(monkeypatch):
+    asked, num_open, most = [], 0, 0
+
+    async def ask(question: Question) -> int:
+        nonlocal num_open, most
+        asked.append(question.id)
+        num_open += 1
+        most = max(most, num_open)
+        await asyncio.sleep(float(question.id))
+        num_open -= 1
+        return 10
+
+    async def run() -> serving.Work:
+        monkeypatch.setattr(serving.time, "perf_counter", asyncio.get_running_loop().time)
+        return await serving.spent(ask, QUESTIONS, num_clients=2)
+
+    spent = simulated(run())
+    assert (asked, most) == (["0", "1", "2"], 2)
+    assert (spent.sampled_tokens, spent.seconds) == (30, 2.0)  # the second and the third side by side
+    assert spent.cpu_seconds >= 0
