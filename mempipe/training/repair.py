@@ -227,12 +227,17 @@ class Checkpoints:
         reached("checkpoint", step=self.position.step)
         keep = self._config.checkpoint.keep
         if self.position.num_updates:  # the last whole step stays: for exports, and should the groups be lost
-            keep += 1
+            keep += 1 + self._num_within_steps()
         self._learners.start_save(self._folder, self.position, keep=keep)
         self._saved = self.position
         # The new checkpoint may yet fail to be written, so those before it keep what they need.
         self._kept.clear([self.position, *map(position_of, checkpoints(self._folder))])
         self._tracker.log_metrics({"seconds/checkpoint": time.perf_counter() - started}, step=self.position.step)
+
+    def _num_within_steps(self) -> int:
+        """Counts the checkpoints between two updates of a step, by their names."""
+        updates = [int(path.name.removeprefix("step-")) for path in checkpoints(self._folder)]
+        return sum(bool(done % self._config.algorithm.updates_per_step) for done in updates)
 
     def _rescue(self, error: BaseException) -> None:
         """Saves the last whole step, or the update after which the run was asked to end, and keeps the finished groups.

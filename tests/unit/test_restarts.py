@@ -441,6 +441,21 @@ def test_a_checkpoint_between_updates_does_not_displace_the_last_one_of_a_whole_
     assert learners.kept == [keep, keep + 1]
 
 
+def test_several_checkpoints_between_updates_do_not_displace_it_either(learners, tracker, tmp_path):
+    """A run that is interrupted again and again within one long step."""
+    config = parse_config({"algorithm": {"updates_per_step": 4}, "checkpoint": {"keep": 1}})
+    run: Any = SimpleNamespace(folder=tmp_path)
+    roles: Any = SimpleNamespace(config=config, learners=learners)
+    write_checkpoint(tmp_path, 4, Position(step=1, trained=[["g0"]]))
+    for done in (1, 2, 3):
+        within = Position(step=1, trained=[["g0"]], num_updates=done, under_way=["g1"])
+        checkpoints = Checkpoints(run, roles, tracker, position=Position())
+        checkpoints.position = within
+        checkpoints.save()
+        write_checkpoint(tmp_path, 4 + done, within)
+    assert learners.kept == [2, 3, 4]
+
+
 def test_a_checkpoint_between_updates_is_not_saved_without_its_groups(checkpoints, learners, monkeypatch, capsys):
     """It would displace the last one that a run can resume from (`checkpoint.keep` 1)."""
 
