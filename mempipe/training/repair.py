@@ -136,10 +136,17 @@ class KeptGroups:
 def newest_usable(run: Run) -> Path | None:
     """Returns the newest checkpoint that the run can resume from; None when there is none.
 
-    One that was saved between two updates of a step needs the groups of that step.
+    One that was saved between two updates of a step needs the groups of that step. It is of no use to a run that ends
+    before that step: what the run exports and evaluates is the policy after a whole step.
     """
     for path in reversed(checkpoints(run.folder / "checkpoints")):
         position = position_of(path)
+        if position.num_updates and position.step >= run.config.num_steps:
+            say(
+                f"{path} was saved within step {position.step + 1}, and num_steps is {run.config.num_steps}; the "
+                "checkpoint before it is taken"
+            )
+            continue
         if not {*position.under_way} - {group.id for group in KeptGroups.of(run).read(position)}:
             return path
         say(

@@ -241,6 +241,20 @@ def test_a_finished_run_that_is_refused_stays_finished(tmp_path, monkeypatch):
     assert unfinished(run.run_folder) == ""
 
 
+def test_a_run_that_is_to_end_before_the_step_it_was_interrupted_in_ends_with_the_policy_of_a_whole_step(
+    tmp_path, monkeypatch, capsys
+):
+    """It was told to stop within step 3, and its user takes what it has."""
+    run = stand_in_run(tmp_path, monkeypatch, Strike(place="learn", error=KeyboardInterrupt, after=5))
+    assert run.command() == 130 and run.checkpoints()[-1] == "step-00000005"
+    assert run.command("--resume", "num_steps=2") == 0
+    assert "was saved within step 3, and num_steps is 2" in capsys.readouterr().out
+    made_of = json.loads((run.run_folder / "huggingface" / "made_of.json").read_text())
+    assert (made_of["step"], made_of["weights"]) == (2, "4"), "of two updates each"
+    assert run.checkpoints()[-1] == "step-00000004"
+    assert (run.run_folder / "replaced" / "1" / "checkpoints" / "step-00000005").is_dir()
+
+
 def test_the_seconds_of_a_start_that_was_interrupted_count(tmp_path, monkeypatch):
     run = struck(tmp_path, monkeypatch, "learn", KeyboardInterrupt)
     assert run.command() == 130

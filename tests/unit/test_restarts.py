@@ -542,7 +542,7 @@ def test_kept_groups_that_cannot_be_read_are_played_again(tmp_path, capsys):
 
 
 def test_a_checkpoint_within_a_step_needs_the_groups_of_that_step(tmp_path, capsys):
-    run: Any = SimpleNamespace(folder=tmp_path)
+    run: Any = SimpleNamespace(folder=tmp_path, config=parse_config({"num_steps": 2}))
     whole = Position(step=1, trained=[["g0"]])
     within = Position(step=1, trained=[["g0"]], num_updates=1, under_way=["g1"])
     for updates, position in ((2, whole), (3, within)):
@@ -551,6 +551,9 @@ def test_a_checkpoint_within_a_step_needs_the_groups_of_that_step(tmp_path, caps
     assert "whose groups are gone" in capsys.readouterr().out
     KeptGroups.of(run).write(within, [group("g1")])
     assert newest_usable(run) == tmp_path / "checkpoints" / "step-00000003"
+    run.config = parse_config({"num_steps": 1})
+    assert newest_usable(run) == tmp_path / "checkpoints" / "step-00000002"
+    assert "saved within step 2, and num_steps is 1; the checkpoint before it is taken" in capsys.readouterr().out
 
 
 def test_what_ray_data_wraps_around_a_lost_actor_is_a_lost_role():
