@@ -155,6 +155,8 @@ def _check_folders(run: Path, target: Path) -> None:
 
 def _trained_model(run: Path, config: RunConfig) -> ModelConfig:
     """Returns the model that the learner started from: the supervised start or the model that the run made, else that
-    of the config."""
+    of the config. Raises ConfigError when an adapter's base is gone: on another one it is another policy."""
     made = [run / name for name in ("warm_start", "model") if (run / name / "config.json").is_file()]
+    if config.warm_start is not None and config.model.lora_rank and made[:1] != [run / "warm_start"]:
+        raise ConfigError(f"{run / 'warm_start'} is gone, the model that the run's adapter was trained on; put it back")
     return config.model.model_copy(update={"path": str(made[0])}) if made else config.model

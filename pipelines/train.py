@@ -57,7 +57,7 @@ from mempipe.training.validation import Validation, held_out_questions
 from mempipe.types import Group, Question
 from pipelines.export import Exports
 from pipelines.prepare import prepare
-from pipelines.warm_start import recorded_demonstrations, warm_start, warm_start_folder
+from pipelines.warm_start import check_still_there, recorded_demonstrations, warm_start, warm_start_folder
 
 NUM_CANARIES = 4
 """Sequences that learner and engines score after each sync: prompts of the first questions. Not tuned."""
@@ -102,6 +102,7 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
             run.check_inputs(hash_inputs(config))
             run.update(finished=False)  # not before: a run that is refused stays as it was
             run.resolved(config)
+            check_still_there(run, config)
             if verified := latest(run.folder / "checkpoints"):
                 read_state(verified)  # raises CheckpointError for a damaged one
         say("connecting to Ray")

@@ -18,7 +18,7 @@ from mempipe.actors.learner_group import LearnerGroup
 from mempipe.beacons import reached
 from mempipe.config import RunConfig, WarmStartConfig
 from mempipe.data.trajectories import read_trajectories, write_trajectories
-from mempipe.engines.checkpoint import Position
+from mempipe.engines.checkpoint import Position, latest
 from mempipe.engines.config import OptimizerConfig
 from mempipe.progress import Progress, say, waiting
 from mempipe.provenance import read_record, write_record
@@ -62,6 +62,18 @@ def warm_start(run: Run, roles: Roles, shown: Demonstrations, stop: StopRequest)
 def warm_start_folder(run: Run) -> Path:
     """Returns the folder of the model that the warm start makes."""
     return run.folder / "warm_start"
+
+
+def check_still_there(run: Run, config: RunConfig) -> None:
+    """Raises ConfigError when the model that the warm start has made is gone and the checkpoints need it: an adapter
+    belongs to it, and it is the reference. Another warm start would make another model."""
+    folder = warm_start_folder(run)
+    needed = config.model.lora_rank or config.algorithm.uses_reference
+    if config.warm_start is not None and needed and not folder.exists() and latest(run.folder / "checkpoints"):
+        raise ConfigError(
+            f"{folder} is gone, the model from which the checkpoints of the run were trained; put it back, or give the "
+            "run another `name`"
+        )
 
 
 def recorded_demonstrations(run: Run, config: RunConfig) -> Demonstrations:

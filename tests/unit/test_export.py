@@ -16,7 +16,7 @@ from peft import PeftConfig, PeftModel
 from transformers import AutoModelForCausalLM
 
 from mempipe.cli import main
-from mempipe.config import RunConfig
+from mempipe.config import RunConfig, WarmStartConfig
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.config import ModelConfig
 from mempipe.loader import parse_config
@@ -92,6 +92,25 @@ def test_peft_loads_an_exported_adapter_and_merges_it_to_the_same_bytes(tmp_path
     changed = {name.split(".")[-2] for name, weight in ours.items() if not torch.equal(start[name], weight)}
     assert changed == set(LORA["lora_targets"])
     assert PeftConfig.from_pretrained(adapter).base_model_name_or_path == model.path
+
+
+def test_an_adapter_whose_supervised_start_is_gone_is_not_put_on_another_model(tmp_path, capsys):
+    """The folder looks like one of a step that is over."""
+    start = save_model(tmp_path / "run-to-be")
+    model = ModelConfig(path=str(start), dtype="float32", **LORA)
+    trained = run_with_checkpoints(tmp_path / "run", model)
+    base = ModelConfig(path=str(save_model(tmp_path)), dtype="float32", **LORA)
+    config = RunConfig(model=base, warm_start=WarmStartConfig())
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config.model_dump(mode="json")))
+    shutil.copytree(start, tmp_path / "run" / "warm_start")
+    assert main(["export", str(tmp_path / "run"), str(tmp_path / "whole")]) == 0
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "whole").state_dict()
+    assert all(torch.equal(found[name], weight) for name, weight in trained[1].items())
+    shutil.rmtree(tmp_path / "run" / "warm_start")
+    for number, options in enumerate(([], ["--adapter"])):
+        assert main(["export", str(tmp_path / "run"), str(tmp_path / f"new{number}"), *options]) == 2
+        assert "run/warm_start is gone, the model that the run's adapter was trained on" in capsys.readouterr().err
+        assert not (tmp_path / f"new{number}").exists()
 
 
 def test_an_exported_adapter_finds_its_base_from_every_folder(tmp_path, monkeypatch):

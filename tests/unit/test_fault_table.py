@@ -255,6 +255,29 @@ def test_a_run_that_is_to_end_before_the_step_it_was_interrupted_in_ends_with_th
     assert (run.run_folder / "replaced" / "1" / "checkpoints" / "step-00000005").is_dir()
 
 
+@pytest.mark.parametrize(
+    ("model", "algorithm"), [({"lora_rank": 4}, {}), ({}, {"kl_coef": 0.001}), ({}, {"kl_coef": 0})]
+)
+def test_a_warm_start_that_checkpoints_need_is_not_made_again(tmp_path, monkeypatch, capsys, model, algorithm):
+    run = stand_in_run(tmp_path, monkeypatch, Strike(place="learn", error=KeyboardInterrupt, after=5))
+    run.model, settings = model, run.settings()
+    settings |= {"model": {**settings["model"], **model}, "algorithm": {**settings["algorithm"], **algorithm}}
+    monkeypatch.setattr(run, "settings", lambda: settings)
+    assert run.command() == 130
+    run.seen.clear()
+    (run.run_folder / "warm_start").rename(tmp_path / "elsewhere")
+    if not model and not algorithm["kl_coef"]:
+        assert run.command("--resume") == 0 and "warm start" in run.seen
+        return
+    assert run.command("--resume") == 2 and "warm start" not in run.seen
+    assert "run/warm_start is gone, the model from which the checkpoints of the run were trained; put it back" in (
+        capsys.readouterr().err
+    )
+    (tmp_path / "elsewhere").rename(run.run_folder / "warm_start")
+    assert run.command("--resume") == 0
+    check_finished(run)
+
+
 def test_the_seconds_of_a_start_that_was_interrupted_count(tmp_path, monkeypatch):
     run = struck(tmp_path, monkeypatch, "learn", KeyboardInterrupt)
     assert run.command() == 130
