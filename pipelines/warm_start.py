@@ -44,6 +44,7 @@ def warm_start(run: Run, roles: Roles, shown: Demonstrations, stop: StopRequest)
     config, wanted = roles.config, roles.config.warm_start
     assert wanted is not None, "a warm start needs its section in the config"
     samples = _samples(shown, order=wanted.order, seed=config.seed)
+    _check_lengths(samples, config)
     updates = list(_updates(samples, wanted.tokens_per_step))
     if faulty := _said_of_faults(shown, updates, wanted):
         say(faulty)
@@ -204,6 +205,18 @@ def _updates(samples: Sequence[TrainingSample], tokens_per_step: int) -> Iterato
             batch, num_tokens = [], 0
     if batch:
         yield batch
+
+
+def _check_lengths(samples: Sequence[TrainingSample], config: RunConfig) -> None:
+    """Raises ConfigError for contexts that no micro-batch holds, as those recorded under a larger budget may be."""
+    most = max(config.learner.max_tokens_per_micro_batch, MIN_ROW)
+    longest = max(samples, key=lambda sample: len(sample.token_ids))
+    if len(longest.token_ids) > most:
+        raise ConfigError(
+            f"warm_start: a context of trajectory {longest.trajectory_id} has {len(longest.token_ids)} tokens and does "
+            f"not fit learner.max_tokens_per_micro_batch {config.learner.max_tokens_per_micro_batch}; raise it to at "
+            f"least {len(longest.token_ids)}, or leave the trajectory out"
+        )
 
 
 def _packed(samples: Sequence[TrainingSample], config: RunConfig, *, num_ranks: int) -> list[list[MicroBatch]]:

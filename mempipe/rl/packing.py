@@ -19,6 +19,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from mempipe.settings import ConfigError
 from mempipe.types import TrainingSample
 
 Aggregation = Literal["token", "context", "question", "trajectory"]
@@ -82,7 +83,7 @@ def pack_step(
     advantage times something (`AlgorithmConfig.skips_zero_advantages`): the means that the weights are shares of count
     them all the same. When nothing is left every rank gets a filler, and the optimiser steps with a gradient of 0.
 
-    Raises ValueError for an empty step, a malformed sample, or a context longer than `max_tokens`.
+    Raises ValueError for an empty step or a malformed sample, and ConfigError for a context longer than `max_tokens`.
     """
     if num_ranks < 1:
         raise ValueError(f"learner.num_ranks must be >= 1, got {num_ranks}")
@@ -159,7 +160,7 @@ def _check(sample: TrainingSample, max_tokens: int) -> None:
     name = f"context {sample.context_index} of trajectory {sample.trajectory_id} (question {sample.group_id})"
     length = len(sample.token_ids)
     if length > max_tokens:
-        raise ValueError(
+        raise ConfigError(
             f"{name} has {length} tokens and does not fit learner.max_tokens_per_micro_batch {max_tokens}; raise "
             f"it to at least {length}"
         )

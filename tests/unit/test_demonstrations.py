@@ -357,6 +357,16 @@ def test_a_demonstration_may_be_longer_than_an_update(config, lengths, most, row
         warm_start._packed([sample(np.random.default_rng(0), length=most + 1)], config, num_ranks=1)
 
 
+def test_a_recorded_context_that_no_micro_batch_holds_is_refused_before_the_training(config):
+    config = config.model_copy(
+        update={"learner": config.learner.model_copy(update={"max_tokens_per_micro_batch": 2000})}
+    )
+    rng = np.random.default_rng(0)
+    warm_start._check_lengths([sample(rng, length=2000)], config)
+    with pytest.raises(ConfigError, match=r"trajectory t0 has 2001 tokens .*max_tokens_per_micro_batch 2000; raise it"):
+        warm_start._check_lengths([sample(rng, length=5), sample(rng, length=2001)], config)
+
+
 class InterruptedLearners:
     """Counts updates, keeps the newest position, and fails once before update `fails_at`."""
 
