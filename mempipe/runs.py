@@ -26,6 +26,7 @@ Nothing of it is ever removed by a fault: a new run whose settings are refused t
 from __future__ import annotations
 
 import shlex
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -160,7 +161,7 @@ class Run:
         for path in paths:
             target = attempts / str(number) / path.relative_to(self.folder)
             target.parent.mkdir(parents=True, exist_ok=True)
-            path.rename(target)
+            shutil.move(path, target)  # not a rename: what users link to another disk is there
         names = ", ".join(str(path.relative_to(self.folder)) for path in paths)
         return f"{names} {'is' if len(paths) == 1 else 'are'} now in {attempts / str(number)}"
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -250,6 +252,25 @@ def test_what_is_newer_than_the_restored_checkpoint_is_set_aside_and_named(begun
     assert latest(run.folder / "checkpoints") is not None
     write_trajectories(run.folder / "evaluation" / "step-00000010.parquet", answered([True]), made_of={"step": 10})
     assert str(run.folder / "replaced" / "3") in run.restart_at(5)
+
+
+def test_results_on_another_disk_are_set_aside_too(begun, tmp_path, monkeypatch):
+    """What a user has linked to a larger disk cannot be renamed to the run's own."""
+    run = Run(config(begun), resume="always")
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "step-00000010").mkdir(parents=True)
+    (elsewhere / "step-00000010" / "config.json").write_text("{}")
+    (run.folder / "exports").symlink_to(elsewhere)
+    run.update(num_steps=10)
+
+    def rename(source: object, target: object) -> None:
+        raise OSError(errno.EXDEV, "Invalid cross-device link")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        assert "exports/step-00000010 is now in" in run.restart_at(5)
+    assert not (elsewhere / "step-00000010").exists()
+    assert (run.folder / "replaced" / "1" / "exports" / "step-00000010" / "config.json").read_text() == "{}"
 
 
 def test_the_checkpoint_that_a_run_goes_on_from_stays_where_steps_have_several_updates(tmp_path):
