@@ -326,10 +326,12 @@ class Group:
     failed: str = ""
 
     @property
-    def started_at(self) -> int:
-        """Returns the oldest policy version that sampled one of its tokens."""
+    def started_at(self) -> int | None:
+        """Returns the oldest policy version that sampled one of its tokens; None where nothing was sampled, as by a
+        user-defined agent that answers before it asks the model."""
         contexts = [context for trajectory in self.trajectories for context in trajectory.all_contexts]
-        return min(version for context in contexts for version in context.policy_versions if version >= 0)
+        versions = (version for context in contexts for version in context.policy_versions if version >= 0)
+        return min(versions, default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -297,8 +297,10 @@ def learn(
     if position.step and not position.num_updates:  # the run may have ended before this was done
         do_what_is_due(position.step)
     kept = KeptGroups.of(run).read(position)
+    started = {group.id: group.started_at for group in kept}
     admission_name, admission = roles.new_admission(
-        policy_version=position.step, adopted={group.id: group.started_at for group in kept}
+        policy_version=position.step,
+        adopted={key: position.step if version is None else version for key, version in started.items()},
     )
     groups = _remaining_groups(roles, questions, position, kept, admission=admission_name)
     collector = Collector(watched(groups, waited_for=roles.waited_for), admission, config.algorithm, adopted=kept)

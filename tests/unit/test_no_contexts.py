@@ -65,3 +65,8 @@ def test_its_picture_has_the_answer(attempt, tmp_path):
         tmp_path / "own.svg", [Traced(phase="after", question=QUESTION, trajectory=attempt, memory_budget=None)]
     )
     assert "Oslo (wrong)" in (tmp_path / "own.svg").read_text()
+
+
+def test_its_group_began_at_no_version(attempt):
+    """A run that was interrupted keeps such a group, and the run that goes on asks."""
+    assert Group(id="after/q", question=QUESTION, trajectories=[attempt]).started_at is None
