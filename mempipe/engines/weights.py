@@ -118,8 +118,17 @@ def read_weights(path: str, *, checksum: str) -> dict[str, torch.Tensor]:
     found = model_sha256(path) if is_folder else sha256(Path(path))
     if found != checksum:
         raise ValueError(f"{path} has sha256 {found}, but {checksum} was published; it was changed or damaged since")
-    files = sorted(Path(path).glob("*.safetensors")) if is_folder else [path]
+    files = _weight_files(Path(path)) if is_folder else [path]
     return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Returns the files of a model that transformers and vLLM read: those that its index names, or the only one. Others
+    may be next to them, such as the same weights under other names (`consolidated.safetensors` of Mistral)."""
+    index, only = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    if index.is_file():
+        return [folder / name for name in sorted(set(json.loads(index.read_bytes())["weight_map"].values()))]
+    return [only] if only.is_file() else sorted(folder.glob("*.safetensors"))
 
 
 def read_checksums(handle: WeightHandle, *, dtype: str) -> dict[str, int]:

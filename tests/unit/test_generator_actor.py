@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import AsyncMock, Mock
@@ -17,7 +18,7 @@ from mempipe.actors.pools import GeneratorPool
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.engine_faults import EngineDead
 from mempipe.engines.proof import HeldWeights, Proof, StaleWeights
-from mempipe.engines.weights import model_handle, pack_weights
+from mempipe.engines.weights import model_handle, pack_weights, read_weights
 
 
 class Engine:
@@ -182,3 +183,24 @@ async def test_an_engine_that_does_not_hold_the_weights_of_the_next_agent_says_s
     (tmp_path / "model.safetensors").write_bytes(pack_weights({"w": torch.zeros(3)}).data)
     with pytest.raises(ValueError, match="was changed or damaged since"):
         await actor.begin(handle, 1)
+
+
+def test_of_a_models_files_those_are_read_that_transformers_reads(tmp_path):
+    """Mistral puts the same weights under other names next to them."""
+    for name in ("model-1", "model-2", "consolidated"):
+        (tmp_path / f"{name}.safetensors").write_bytes(pack_weights({name: torch.ones(3)}).data)
+    index = tmp_path / "model.safetensors.index.json"
+    for places, expected in (
+        (None, {"model-1", "model-2", "consolidated"}),
+        ({"a": "model-1.safetensors", "b": "model-2.safetensors", "c": "model-1.safetensors"}, {"model-1", "model-2"}),
+    ):
+        if places is not None:
+            index.write_text(json.dumps({"weight_map": places}))
+        handle = model_handle(str(tmp_path))
+        assert handle is not None
+        assert read_weights(str(tmp_path), checksum=handle.update_info["checksum"]).keys() == expected
+    index.unlink()
+    (tmp_path / "model.safetensors").write_bytes(pack_weights({"whole": torch.ones(3)}).data)
+    handle = model_handle(str(tmp_path))
+    assert handle is not None
+    assert read_weights(str(tmp_path), checksum=handle.update_info["checksum"]).keys() == {"whole"}
