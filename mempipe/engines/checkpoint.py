@@ -106,27 +106,33 @@ def _verify(path: Path, rank: int, num_ranks: int) -> None:
             for name, entry in json.loads((path / MANIFEST).read_text())["files"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} differs from the written content") from error
+        raise _damaged(path, f"{MANIFEST} differs from the written content") from error
     written = {file.name for file in path.iterdir() if file.suffix == ".distcp" or file.name in (STATE, ".metadata")}
     if unknown := sorted(written - files.keys()):
-        raise CheckpointError(f"checkpoint {path} is damaged: {MANIFEST} lacks {', '.join(unknown)}")
+        raise _damaged(path, f"{MANIFEST} lacks {', '.join(unknown)}")
     for i, (name, (num_bytes, digest)) in enumerate(files.items()):
         if i % num_ranks != rank:
             continue
         file = path / name
         if not file.is_file():
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} is missing")
+            raise _damaged(path, f"{name} is missing")
         size = file.stat().st_size
         if size != num_bytes:
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} has {size} bytes, {num_bytes} were written")
+            raise _damaged(path, f"{name} has {size} bytes, {num_bytes} were written")
         if sha256(file) != digest:
-            raise CheckpointError(f"checkpoint {path} is damaged: {name} has changed since it was written")
+            raise _damaged(path, f"{name} has changed since it was written")
+
+
+def _damaged(path: Path, how: str) -> CheckpointError:
+    return CheckpointError(
+        f"checkpoint {path} is damaged: {how}; move it out of {path.parent}, and the checkpoint before it is taken"
+    )
 
 
 def _training_state(values: object, path: Path) -> TrainingState:
     """Raises CheckpointError, naming the fields, when `values` are not those that this version writes."""
     if not isinstance(values, dict):
-        raise CheckpointError(f"checkpoint {path} is damaged: {STATE} holds {type(values).__name__}, not a mapping")
+        raise _damaged(path, f"{STATE} holds {type(values).__name__}, not a mapping")
     position = values.get("position")
     found = {*values, *(f"position.{name}" for name in (position if isinstance(position, dict) else ()))}
     expected = {own.name for own in fields(TrainingState)} | {f"position.{own.name}" for own in fields(Position)}

@@ -112,7 +112,8 @@ def test_a_checkpoint_with_another_state_is_refused_by_name(tmp_path, change, na
 def test_a_manifest_that_is_not_what_was_written_is_a_sentence(tmp_path, content):
     path = save(tmp_path)
     (path / "manifest.json").write_text(content)
-    with pytest.raises(CheckpointError, match=rf"checkpoint {path} is damaged: manifest\.json"):
+    advice = f"move it out of {path.parent}, and the checkpoint before it is taken"
+    with pytest.raises(CheckpointError, match=rf"checkpoint {path} is damaged: manifest\.json .*; {advice}"):
         read_state(path)
 
 
