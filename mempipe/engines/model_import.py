@@ -173,6 +173,12 @@ def _read_facts(file: Path) -> _Facts:
             f"{file} scales its rotary embedding by {scaled[0]} (Llama 3.1 does), which the import would lose; "
             "use the model's own Hugging Face folder"
         )
+    scaling, factor = (value(f"{architecture}.rope.scaling.{name}") for name in ("type", "factor"))
+    if scaling not in (None, "", "none") and factor not in (None, 1.0):
+        raise ConfigError(
+            f"{file} scales its rotary embedding ({architecture}.rope.scaling.type {scaling}, factor {factor:g}), "
+            "which the import would lose; use the model's own Hugging Face folder"
+        )
     stops = [value(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
     if stops[0] is None:
         raise ConfigError(f"{file} has no tokenizer.ggml.eos_token_id; messages would not end")

@@ -15,7 +15,14 @@ from mempipe.settings import ConfigError
 gguf = pytest.importorskip("gguf")
 
 
-def a_file(folder: Path, *, architecture: str = "llama", drop: str = "", tensor: str = "token_embd.weight") -> Path:
+def a_file(
+    folder: Path,
+    *,
+    architecture: str = "llama",
+    drop: str = "",
+    tensor: str = "token_embd.weight",
+    scaling: tuple[str, float] | None = None,
+) -> Path:
     """A GGUF file with the facts that an import asks for, but for one, and one small tensor."""
     writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
     facts: dict[str, Callable[[], None]] = {
@@ -26,6 +33,9 @@ def a_file(folder: Path, *, architecture: str = "llama", drop: str = "", tensor:
     for name, add in facts.items():
         if name != drop:
             add()
+    if scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType(scaling[0]))
+        writer.add_rope_scaling_factor(scaling[1])
     writer.add_tensor(tensor, np.zeros((2, 4), dtype=np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -42,6 +52,7 @@ def a_file(folder: Path, *, architecture: str = "llama", drop: str = "", tensor:
         ({"drop": "template"}, r"has no chat template \(tokenizer.chat_template\)"),
         ({"drop": "eos"}, r"has no tokenizer.ggml.eos_token_id"),
         ({"tensor": "rope_freqs.weight"}, r"scales its rotary embedding by rope_freqs.weight"),
+        ({"scaling": ("yarn", 4.0)}, r"\(llama.rope.scaling.type yarn, factor 4\), which the import would lose"),
     ],
 )
 def test_what_cannot_be_represented_is_refused(settings, message, tmp_path):
