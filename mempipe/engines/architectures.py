@@ -7,6 +7,7 @@
 - Soft-capped attention and soft-capped logits, which the learner does not compute.
 - Networks whose implementation in transformers takes no attention from outside: the contexts of a packed row would read
   each other there too.
+- Quantized networks: their weights are rounded, and an export would name a quantization that it does not have.
 """
 
 from __future__ import annotations
@@ -56,6 +57,11 @@ def refusal(path: str, values: Mapping[str, Any]) -> str:
     kind = values.get("model_type", "unknown")
     if experts := num_experts(values):
         return mixture_refusal(path, known=f" ({kind}, {experts} experts)")
+    if method := (values.get("quantization_config") or {}).get("quant_method"):
+        return (
+            f"model.path {path!r} is quantized ({method}), and rounded weights cannot be trained; take the model that "
+            "it was made of"
+        )
     if kind in _FIXED_ATTENTION:
         return (
             f"model.path {path!r} ({kind}) computes attention in a way that packed rows cannot use: their contexts "

@@ -60,6 +60,12 @@ def test_a_language_model_inside_another_config_is_looked_at_too():
     assert refusal("m", {"model_type": "some_vl", "text_config": {"layer_types": ["full_attention"]}}) == ""
 
 
+def test_a_quantized_model_is_refused():
+    values = {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    assert "model.path 'm' is quantized (fp8), and rounded weights cannot be trained" in refusal("m", values)
+    assert refusal("m", {**values, "quantization_config": None}) == ""
+
+
 def test_logits_are_scaled_as_the_network_does():
     assert logit_factor({"model_type": "granite", "logits_scaling": 8.0}) == 0.125
     assert logit_factor({"model_type": "cohere2", "logit_scale": 0.25}) == 0.25
