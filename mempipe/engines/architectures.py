@@ -114,13 +114,15 @@ def fused_layers(values: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def logit_factor(values: Mapping[str, Any]) -> float:
-    """Returns the number by which the network multiplies its logits: Granite divides by `logits_scaling`, Cohere
-    multiplies by `logit_scale`. 1 for other networks."""
-    kind = values.get("model_type")
-    if kind == "granite":
-        return 1.0 / values.get("logits_scaling", 1.0)
-    if kind in ("cohere", "cohere2"):
-        return values.get("logit_scale", 1.0)
+    """Returns the number by which the network multiplies its logits: Cohere multiplies by `logit_scale`, HyperCLOVA X
+    by `logits_scaling`, by which every Granite divides. MiniCPM3 names two widths instead. 1 for other networks."""
+    for part in _parts(values):
+        if part.get("model_type") == "minicpm3":
+            return part["dim_model_base"] / part["hidden_size"]
+        if factor := part.get("logit_scale"):
+            return factor
+        if factor := part.get("logits_scaling"):
+            return factor if str(part.get("model_type")).startswith("hyperclovax") else 1.0 / factor
     return 1.0
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 import transformers
 
 from benchmarks.families import FAMILIES, Row, measure, save_family, table
 from mempipe.checks.models import check_adapter, check_architecture
 from mempipe.engines.architectures import logit_factor, refusal
 from mempipe.engines.config import ModelConfig
-from mempipe.engines.model import load_policy
+from mempipe.engines.model import load_policy, score
 from mempipe.planning.capacity import model_shape, trained_matrices, trained_parameters
 from mempipe.settings import ConfigError
 
@@ -70,6 +71,27 @@ def test_logits_are_scaled_as_the_network_does():
     assert logit_factor({"model_type": "granite", "logits_scaling": 8.0}) == 0.125
     assert logit_factor({"model_type": "cohere2", "logit_scale": 0.25}) == 0.25
     assert logit_factor({"model_type": "qwen2"}) == 1.0
+    assert logit_factor({"model_type": "hyperclovax", "logits_scaling": 0.25}) == 0.25
+    assert logit_factor({"model_type": "minicpm3", "dim_model_base": 256, "hidden_size": 2560}) == 0.1
+    assert logit_factor({"model_type": "granite4_vision", "text_config": {"logits_scaling": 8.0}}) == 0.125
+
+
+def test_a_dense_granite_4_is_scored_as_transformers_does(tmp_path):
+    """Its network is that of the mixtures, without experts, and its logits are scaled."""
+    network = transformers.GraniteMoeHybridConfig(
+        vocab_size=97, hidden_size=64, intermediate_size=96, shared_intermediate_size=96, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, num_local_experts=0, num_experts_per_tok=0,
+        layer_types=["attention", "attention"], position_embedding_type="rope", logits_scaling=8.0,
+        embedding_multiplier=12.0, initializer_range=0.2,
+    )  # fmt: skip
+    transformers.AutoModelForCausalLM.from_config(network).save_pretrained(tmp_path)
+    ids = [[3, 14, 15, 92, 65, 35, 89, 79]]
+    policy = load_policy(ModelConfig(path=str(tmp_path), dtype="float32"))
+    found = score(policy, ids, loss_masks=[[0] + [1] * 7], temperature=1.0, max_tokens=99)[0][1:]
+    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = plain(torch.tensor(ids)).logits[0, :-1].log_softmax(-1)
+    assert found == pytest.approx([row[i].item() for row, i in zip(logprobs, ids[0][1:], strict=True)], abs=1e-4)
 
 
 def test_contexts_beyond_coheres_sliding_window_are_refused(tmp_path):
