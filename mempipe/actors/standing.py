@@ -8,6 +8,7 @@ checksums were compared with those of the files.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from typing import Any
 from mempipe.actors.launch import ClusterGpus, RolloutActors, Started, reserve
 from mempipe.actors.lost import LaunchError, one_line
 from mempipe.config import RunConfig
+from mempipe.engines.architectures import rotation_limit
 from mempipe.engines.weights import WeightHandle, model_handle
 from mempipe.planning.placement import Demand
 from mempipe.progress import say
@@ -39,6 +41,7 @@ class Makeup:
         engines = {
             "model": config.model.model_copy(update={"path": "", "source": ""}),
             "shape": _hash(folder / "config.json") or config.model.path,
+            "rotates_long": _rotates_long(folder, config.budget.context_tokens),
             "generation": config.generation,
             "stop_texts": stop_texts,
             "tokenizer": stop_texts and (_hash(folder / "tokenizer.json") or config.model.path),
@@ -154,6 +157,14 @@ def launch_rollout_actors(config: RunConfig, namespace: str) -> Iterator[Rollout
     as `StandingActors.serving` does."""
     with StandingActors(namespace) as standing, standing.serving(config) as actors:
         yield actors
+
+
+def _rotates_long(folder: Path, context_tokens: int) -> bool:
+    """Returns whether an engine for contexts of that length is another network, for all its contexts, than one for
+    short ones (`rotation_limit`)."""
+    file = folder / "config.json"
+    limit = rotation_limit(json.loads(file.read_text())) if file.is_file() else None
+    return limit is not None and context_tokens > limit
 
 
 def _hash(file: Path) -> str:

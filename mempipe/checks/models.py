@@ -9,7 +9,13 @@ import threading
 from pathlib import Path
 
 from mempipe.checks.findings import Finding, fatal, ok
-from mempipe.engines.architectures import adapter_refusal, is_named_as_mixture, mixture_refusal, refusal
+from mempipe.engines.architectures import (
+    adapter_refusal,
+    is_named_as_mixture,
+    mixture_refusal,
+    refusal,
+    rotation_limit,
+)
 from mempipe.engines.config import ModelConfig
 from mempipe.runs import unfinished
 from mempipe.storage.files import is_local_path
@@ -71,6 +77,7 @@ def check_architecture(path: str, *, context_tokens: int = 0) -> list[Finding]:
         values = json.loads((folder / "config.json").read_text())
         refused = refusal(path, values)
         window = values.get("sliding_window") if values.get("model_type") == "cohere2" else None
+        limit = rotation_limit(values)
     except (OSError, ValueError, AttributeError):  # `check_model` says it
         return []
     if not refused and isinstance(window, int) and window < context_tokens:
@@ -79,6 +86,12 @@ def check_architecture(path: str, *, context_tokens: int = 0) -> list[Finding]:
             f"budget.context_tokens is {context_tokens}, but the sliding window of {path} (cohere2) has {window} "
             "tokens, beyond which engine and learner attend to different tokens; lower budget.context_tokens to "
             f"{window}"
+        )
+    if not refused and limit is not None and limit < context_tokens:
+        refused = (
+            f"budget.context_tokens is {context_tokens}, but {path} has LongRoPE, which rotates otherwise beyond "
+            f"{limit} tokens (original_max_position_embeddings): a context's log-probs would depend on those that it "
+            f"is packed with; lower budget.context_tokens to {limit}"
         )
     return [fatal(refused)] if refused else []
 

@@ -126,6 +126,19 @@ def logit_factor(values: Mapping[str, Any]) -> float:
     return 1.0
 
 
+def rotation_limit(values: Mapping[str, Any]) -> int | None:
+    """Returns the positions beyond which a network with LongRoPE (Phi-3.5, Phi-4-mini) rotates queries and keys in
+    another way; None for other networks. transformers does so for all contexts of a row if one of them is longer, and
+    vLLM for all contexts of an engine that would take longer ones."""
+    for part in _parts(values):
+        rope = part.get("rope_parameters") or part.get("rope_scaling")
+        if isinstance(rope, Mapping) and "long_factor" in rope:
+            name = "original_max_position_embeddings"
+            limit = rope.get(name) or part.get(name)
+            return limit if isinstance(limit, int) else None
+    return None
+
+
 def _parts(values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Returns the config, and that of its language model where it has several."""
     of_text = values.get("text_config")

@@ -9,10 +9,12 @@ import torch
 import transformers
 
 from benchmarks.families import FAMILIES, Row, measure, save_family, table
+from mempipe.actors.standing import Makeup
 from mempipe.checks.models import check_adapter, check_architecture
 from mempipe.engines.architectures import logit_factor, refusal
 from mempipe.engines.config import ModelConfig
 from mempipe.engines.model import load_policy, score
+from mempipe.loader import parse_config
 from mempipe.planning.capacity import model_shape, trained_matrices, trained_parameters
 from mempipe.settings import ConfigError
 
@@ -92,6 +94,33 @@ def test_a_dense_granite_4_is_scored_as_transformers_does(tmp_path):
     with torch.no_grad():
         logprobs = plain(torch.tensor(ids)).logits[0, :-1].log_softmax(-1)
     assert found == pytest.approx([row[i].item() for row, i in zip(logprobs, ids[0][1:], strict=True)], abs=1e-4)
+
+
+def test_contexts_beyond_which_longrope_rotates_otherwise_are_refused(tmp_path):
+    """As config.json of Phi-3.5 and of Phi-4-mini has it, and as transformers 5 writes it."""
+    scaling = {"long_factor": [2.0], "short_factor": [1.0]}
+    for values in (
+        {"rope_scaling": {**scaling, "type": "longrope"}, "original_max_position_embeddings": 4096},
+        {"rope_parameters": {**scaling, "rope_type": "longrope", "original_max_position_embeddings": 4096}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", **values}))
+        assert check_architecture(str(tmp_path), context_tokens=4096) == []
+        (finding,) = check_architecture(str(tmp_path), context_tokens=4097)
+        assert (
+            finding.fatal and "has LongRoPE" in finding.text and "lower budget.context_tokens to 4096" in finding.text
+        )
+
+
+def test_an_engine_that_longrope_makes_another_network_is_not_shared(tmp_path):
+    """A memory agent and one with the whole text, of the same model in one evaluation."""
+    scaling = {"long_factor": [2.0], "short_factor": [1.0], "rope_type": "longrope"}
+    for values, alike in (({**scaling, "original_max_position_embeddings": 8192}, False), ({}, True)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "phi3", "rope_parameters": values}))
+        configs = [
+            parse_config({"model": {"path": str(tmp_path)}, "budget": {"context_tokens": tokens}})
+            for tokens in (8192, 16384)
+        ]
+        assert (Makeup.of(configs[0]) == Makeup.of(configs[1])) is alike
 
 
 def test_contexts_beyond_coheres_sliding_window_are_refused(tmp_path):
