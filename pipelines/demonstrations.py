@@ -101,6 +101,8 @@ def demonstrations(config: RunConfig, *, taught: TaughtAttempts | None = None) -
         raise ConfigError(
             "warm_start: no trajectory is left to imitate; "
             f"of recorded and taught ones those count whose {wanted.metric} is at least {wanted.min_score:g}"
+            + f", and all {len(held_out)} of them are held out (num_held_out {wanted.num_held_out})"
+            * bool(held_out)
         )
     scripted = [group.trajectories[0] for group in [*clean, *held_out]] if wanted.scripted else []
     if wanted.scripted and wanted.num_clean_trajectories and not any(t.em or t.reward > 0 for t in scripted):

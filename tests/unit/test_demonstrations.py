@@ -227,8 +227,10 @@ def test_recorded_trajectories_are_imitated_when_they_scored(config, tmp_path):
     file = {"trajectories": [str(tmp_path / "recorded.parquet")], "num_held_out": 0}
     assert len(demonstrations(with_warm_start(config, **file)).clean) == 1
     assert len(demonstrations(with_warm_start(config, **file, metric="f1", min_score=0.5)).clean) == 4
-    with pytest.raises(ConfigError, match=r"no trajectory is left to imitate.*f1 is at least 2"):
+    with pytest.raises(ConfigError, match=r"no trajectory is left to imitate.*f1 is at least 2$"):
         demonstrations(with_warm_start(config, **file, metric="f1", min_score=2.0))
+    with pytest.raises(ConfigError, match=r"em is at least 1, and all 1 of them are held out \(num_held_out 64\)$"):
+        demonstrations(with_warm_start(config, **file | {"num_held_out": 64}))
 
 
 def test_of_recorded_recalls_one_right_one_is_imitated(reading, tmp_path):
