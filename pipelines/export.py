@@ -9,6 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Protocol
 
+from mempipe.checks.findings import refuse
+from mempipe.checks.machine import check_writable
 from mempipe.config import RunConfig
 from mempipe.engines.checkpoint import Position, checkpoints, position_of, step_of
 from mempipe.engines.config import ModelConfig
@@ -149,8 +151,9 @@ def _described(path: Path, position: Position) -> str:
 def _check_folders(run: Path, target: Path) -> None:
     if not (run / "config.yaml").is_file():
         raise ConfigError(f"{run} holds no run (no config.yaml)")
-    if target.exists():
+    if target.exists() or target.is_symlink():
         raise ConfigError(f"{target} exists; choose another folder or remove it")
+    refuse([check_writable(target, setting="DIR")])  # a model takes minutes to load
 
 
 def _trained_model(run: Path, config: RunConfig) -> ModelConfig:

@@ -134,11 +134,14 @@ def test_an_adapter_that_is_not_there_is_refused(tmp_path, capsys):
     [
         (["run", "new", "--step", "3"], "--step is 3; .*holds those after the learner steps 1 .*, 2 "),
         (["run", "run"], "run exists; choose another folder"),
+        (["run", "link"], "link exists; choose another folder"),
+        (["run", "run/config.yaml/new"], "DIR is .*, but .*/run/config.yaml is not a directory"),
         (["nowhere", "new"], "nowhere holds no run"),
     ],
 )
 def test_what_cannot_be_exported_is_said(tmp_path, capsys, arguments, said):
     run_with_checkpoints(tmp_path / "run", ModelConfig(path=str(save_model(tmp_path)), dtype="float32"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     run, target, *rest = arguments
     assert main(["export", str(tmp_path / run), str(tmp_path / target), *rest]) == 2
     assert re.search(said, capsys.readouterr().err)
