@@ -53,6 +53,7 @@ def check_deployment(deployment: Deployment, *, devices: Devices | None = None) 
             found = check_agent_service(named_by(other), devices=devices)
             findings += [each for each in found if each not in findings]
     findings.append(_check_engines(agents[0], list(engines), service))
+    findings += _check_prefix(agents[0])
     if any(finding.fatal for finding in findings):
         return findings
     return findings + _check_address(deployed.http_options, service, is_here=devices is None)
@@ -85,6 +86,15 @@ def _check_engines(agent: ServeApplicationSchema, there: list[str], service: Age
         return ok(f"generator: the agents ask the engines of the application {asked!r}")
     text = f"user_config.generator of the deployment 'agent' is {asked!r}"
     return fatal(f"{text}; the applications with import_path {ENGINE_APP} are {there}")
+
+
+def _check_prefix(agent: ServeApplicationSchema) -> list[Finding]:
+    """Checks that Serve's proxy finds the API at its paths."""
+    if agent.route_prefix == "/":
+        return []
+    text = f"route_prefix of the application {agent.name!r} is {agent.route_prefix!r}; expected '/'"
+    reason = "Serve's proxy finds requests that need a key, and the limits of each, by their paths"
+    return [fatal(f"{text}, since {reason}; http_options.root_path may name a prefix")]
 
 
 def _check_address(http: HTTPOptionsSchema, service: AgentServiceConfig, *, is_here: bool) -> list[Finding]:

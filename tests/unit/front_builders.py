@@ -25,13 +25,13 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @contextmanager
-def served(app: Any) -> Iterator[tuple[str, int]]:
+def served(app: Any, root_path: str = "") -> Iterator[tuple[str, int]]:
     """The application as Serve's proxy runs it: by uvicorn, behind what `middlewares` returns."""
     protocols = dict(uvicorn.config.HTTP_PROTOCOLS)
     for middleware in middlewares():
         app = middleware.cls(app, **middleware.kwargs)
     with socket.create_server(("127.0.0.1", 0), backlog=2048) as bound:
-        server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
+        server = uvicorn.Server(uvicorn.Config(app, root_path=root_path, log_level="warning", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]}, daemon=True)
         thread.start()
         try:

@@ -971,3 +971,16 @@ def test_the_schema_names_every_limit_and_status(service):
     assert answer["security"] == [{"HTTPBearer": []}]
     assert {"text/event-stream", "application/json"} == set(answer["responses"]["200"]["content"])
     assert not agent_spec("memsearcher").stop_texts
+
+
+async def test_keys_and_bodies_are_looked_at_where_the_service_is_under_a_prefix(tokenizer, tmp_path):
+    served = build_service(tokenizer, tmp_path, keys=[RECORD])
+    transport = httpx.ASGITransport(app=served.app, root_path="/agent")
+    async with httpx.AsyncClient(transport=transport, base_url="http://x/agent", timeout=20) as client:
+        for path in ("/v1/models", "/v1/corpus", "/v1/sessions"):
+            assert (await client.get(path)).status_code == 401, path
+        call = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+        assert (await client.post("/mcp", json=call)).json()["error"]["data"]["status"] == 401
+        client.headers["authorization"] = f"Bearer {KEY}"
+        reply = await client.post("/v1/answer", json={"question": TWO_HOPS.text})
+        assert reply.json()["answer"] == GOLD

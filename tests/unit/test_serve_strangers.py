@@ -17,7 +17,7 @@ from front_builders import ASKED, echo, head, served, status_of, until
 from starlette.responses import PlainTextResponse
 
 from mempipe.answers.errors import ApiError
-from mempipe.serve.http import connections, probes, strangers
+from mempipe.serve.http import bodies, connections, probes, strangers
 from mempipe.serve.http.keys import VARIABLE, new_key
 from mempipe.serve.http.probes import SharedHealth
 from mempipe.serve.http.strangers import keys_of_proxy
@@ -393,3 +393,14 @@ async def test_many_looks_at_the_health_cost_one(monkeypatch):
     monkeypatch.setattr(probes, "SHARED_FOR_S", 0.0)
     health = SharedHealth(look)
     assert [await health(), await health()] == [{"generator": 2}, {"generator": 3}]
+
+
+def test_requests_are_told_apart_behind_a_prefix_too(monkeypatch, tmp_path):
+    (tmp_path / "keys").write_text(RECORD.line())
+    monkeypatch.setenv(strangers.VARIABLE, str(tmp_path / "keys"))
+    monkeypatch.setenv(bodies.VARIABLE, "10")
+    with served(echo, root_path="/agent") as address:
+        assert get(address, "/v1/models").status_code == 401
+        assert get(address, "/v1/models", **BEARER).status_code == 200
+        url = f"http://{address[0]}:{address[1]}/v1/answer"
+        assert httpx.post(url, content=b"x" * 11, headers=BEARER, timeout=60).status_code == 413

@@ -180,6 +180,9 @@ def test_doctor_finds_engines_that_are_missing_or_not_asked(run, tmp_path, capsy
     endpoint = ["endpoint.url=http://127.0.0.1:1/v1", "endpoint.model=other", f"endpoint.tokenizer={run}/huggingface"]
     assert main(["doctor", str(path), *endpoint]) == 2
     assert "take the applications ['generator'] out" in capsys.readouterr().out
+    path.write_text(text.replace("route_prefix: /", "route_prefix: /agent"))
+    assert main(["doctor", str(path)]) == 2
+    assert "route_prefix of the application 'agent' is '/agent'; expected '/'" in capsys.readouterr().out
     path.write_text(text.replace("127.0.0.1", "0.0.0.0"))
     assert main(["doctor", str(path)]) == 0
     assert "there are no API keys here" in capsys.readouterr().out

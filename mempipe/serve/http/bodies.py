@@ -12,6 +12,7 @@ from mempipe.serve.http import refusals
 from mempipe.serve.http.errors import refuse
 from mempipe.serve.http.gate import read_body, too_large
 from mempipe.serve.http.keys import API
+from mempipe.serve.http.paths import path_of
 
 VARIABLE = "MEMPIPE_MAX_BODY_BYTES"
 """Holds the size of the largest body that Serve's proxy reads; without it DEFAULT_BYTES."""
@@ -39,7 +40,7 @@ class Bodies:
         self._reading: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(API) or not _has_body(scope):
+        if scope["type"] != "http" or not path_of(scope).startswith(API) or not _has_body(scope):
             await self._app(scope, receive, send)
             return
         length = Headers(scope=scope).get("content-length", "0")

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
+from mempipe.serve.http.paths import path_of
 from mempipe.serve.http.retry_after import RETRY_AFTER_S, retry_header
 from mempipe.serve.mcp.errors import is_call, rpc_error
 
@@ -51,7 +52,7 @@ class Refusal(JSONResponse):
         if self.status_code == 401:
             wrong = ', error="invalid_token"' if "authorization" in Headers(scope=scope) else ""
             self.headers["WWW-Authenticate"] = f'Bearer realm="mempipe"{wrong}'
-        if is_call(scope["path"]):
+        if is_call(path_of(scope)):
             retry_after_s = math.ceil(self._retry_after_s) if "retry-after" in self.headers else None
             self.body = self.render(rpc_error(self._error, retry_after_s=retry_after_s))
             self.headers["content-length"] = str(len(self.body))

@@ -18,6 +18,7 @@ from mempipe.serve.http.bodies import Bodies
 from mempipe.serve.http.deadline import in_time
 from mempipe.serve.http.errors import refuse
 from mempipe.serve.http.keys import API
+from mempipe.serve.http.paths import path_of
 from mempipe.serve.http.retry_after import evenly_spread, retry_header
 from mempipe.serve.http.strangers import Strangers, keys_of_proxy
 
@@ -69,7 +70,7 @@ class Front:
                 is_lost = message["status"] == 408 and has_body
                 if message["status"] == 503:
                     _say_when(MutableHeaders(scope=message))
-                    is_full = scope["path"].startswith(API) and _is_text(message)  # replicas say it in JSON
+                    is_full = path_of(scope).startswith(API) and _is_text(message)  # replicas say it in JSON
             if not (is_lost or is_full):
                 has_started = True
                 await send(message)

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from mempipe.serve.http.paths import path_of
 from mempipe.serve.http.places import Places
 from mempipe.serve.http.retry_after import RETRY_AFTER_S, Returns, retry_header
 
@@ -105,7 +106,7 @@ class Gate:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
-        if not scope["path"].startswith(self._takes_bodies):
+        if not path_of(scope).startswith(self._takes_bodies):
             await self._app(scope, _no_body, send)
             return
         encoding = Headers(scope=scope).get("content-encoding", "").strip().lower()
@@ -124,7 +125,7 @@ class Gate:
         if len(body) > self._max_body_bytes:
             await self._refuse(413, too_large(self._max_body_bytes), RETRY_AFTER_S)(scope, receive, send)
             return
-        is_piece = self._takes_bytes is not None and self._takes_bytes.fullmatch(scope["path"]) is not None
+        is_piece = self._takes_bytes is not None and self._takes_bytes.fullmatch(path_of(scope)) is not None
         if not is_piece and not _is_text(body):
             await self._refuse(400, "the body is not JSON in UTF-8", RETRY_AFTER_S)(scope, receive, send)
             return

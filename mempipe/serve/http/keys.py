@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from mempipe.answers.errors import ApiError
 from mempipe.checks.machine import LOOPBACK
 from mempipe.serve.http.errors import Refusal
+from mempipe.serve.http.paths import path_of
 from mempipe.serve.http.retry_after import MAX_RETRY_AFTER_S, RETRY_AFTER_S
 from mempipe.serve.mcp.errors import PATH
 from mempipe.settings import ConfigError
@@ -199,7 +200,7 @@ class Access:
         self._allowances: dict[str, Allowance] = {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not scope["path"].startswith(API):
+        if scope["type"] != "http" or not path_of(scope).startswith(API):
             await self._app(scope, receive, send)
             return
         try:

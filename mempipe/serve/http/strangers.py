@@ -13,6 +13,7 @@ from mempipe.serve.http import refusals
 from mempipe.serve.http.deadline import in_time
 from mempipe.serve.http.errors import Refusal, refuse
 from mempipe.serve.http.keys import API, KeyRing, WatchedKeys, owner_of
+from mempipe.serve.http.paths import path_of
 from mempipe.serve.http.probes import SharedReplies
 from mempipe.serve.http.turns import Turns
 from mempipe.settings import ConfigError
@@ -56,11 +57,11 @@ class Strangers:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
             await send({"type": "websocket.close", "code": 1008})
-        elif scope["type"] != "http" or scope["path"] in OF_SERVE:
+        elif scope["type"] != "http" or path_of(scope) in OF_SERVE:
             await self._app(scope, receive, send)
-        elif scope["path"] in PROBES and scope["method"] in ("GET", "HEAD"):
+        elif path_of(scope) in PROBES and scope["method"] in ("GET", "HEAD"):
             await _in_time(self._probes, scope, receive, send)
-        elif not scope["path"].startswith(API):
+        elif not path_of(scope).startswith(API):
             await self._without_key(scope, receive, send)
         else:
             try:

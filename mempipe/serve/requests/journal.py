@@ -12,6 +12,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mempipe.answers.api import AnswerReply
+from mempipe.serve.http.paths import path_of
 
 REQUEST_ID = "x-request-id"
 OF_API = ("answer", "chat", "completions", "conversations", "corpus", "documents", "models", "responses", "sessions")
@@ -78,10 +79,15 @@ class Journal:
             raise
         finally:
             seconds = time.perf_counter() - started
-            path = scope["path"][:MAX_PATH_CHARS]
-            fields = {"request_id": request_id, "path": path, "status": status, "seconds": round(seconds, 4)}
+            path = path_of(scope)
+            fields = {
+                "request_id": request_id,
+                "path": path[:MAX_PATH_CHARS],
+                "status": status,
+                "seconds": round(seconds, 4),
+            }
             logger.info("%(path)s %(status)s in %(seconds)s s", fields, extra=fields)
-            self._metrics.requested(route_of(scope["path"]), status, seconds)
+            self._metrics.requested(route_of(path), status, seconds)
 
 
 def route_of(path: str) -> str:
