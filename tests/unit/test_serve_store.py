@@ -160,6 +160,25 @@ async def test_who_reads_waits_for_nobody_and_who_writes_not_for_ever(tmp_path, 
     await store.sessions.create("ann")
 
 
+async def test_what_ends_while_others_write_is_written_by_the_next_who_can(tmp_path, monkeypatch):
+    monkeypatch.setattr("mempipe.serve.state.database._BUSY_S", 0.1)
+    store = open_store(tmp_path, max_owner_bytes=1000)
+    session = await store.sessions.create("ann")
+    await store.sessions.claim(session.id, "ann", for_s=60)
+    for key in ("kept", "forgotten", "large"):
+        assert await store.replies.begin("ann", key, key) is None
+    with store.database.open():  # as of an operator's VACUUM
+        await store.sessions.release(session.id, "known")
+        for key, length in (("kept", 10), ("large", 2000)):
+            await store.replies.end("ann", key, StoredReply(status=200, headers=[], body=b"x" * length))
+        await store.replies.end("ann", "forgotten", None)
+    assert (await store.sessions.claim(session.id, "ann", for_s=60)).memory == "known"
+    assert (await store.replies.begin("ann", "kept", "kept")) is not None
+    for key in ("forgotten", "large"):
+        assert await store.replies.begin("ann", key, key) is None
+    assert await refused(store.replies.begin("ann", "large", "large")) == 409
+
+
 async def test_those_who_wait_to_write_leave_the_threads_of_the_process_to_others(tmp_path):
     store = open_store(tmp_path)
     session = await store.sessions.create("ann")

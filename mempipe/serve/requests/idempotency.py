@@ -76,8 +76,7 @@ class Idempotency:
             await self._app(scope, replay, recorder.send)
         finally:
             _failures.reset(context)
-            with suppress(ApiError):  # on a full disk the request can be sent again under another key
-                await asyncio.shield(self._replies.end(owner, key, recorder.reply(failures)))
+            await asyncio.shield(self._replies.end(owner, key, recorder.reply(failures)))
         await recorder.end()
 
     async def _begin(self, owner: str, key: str, digest: str) -> StoredReply | None:

@@ -6,6 +6,7 @@ The file outlives a restart and a lost replica, and replicas on one machine shar
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import sqlite3
 import threading
@@ -73,6 +74,7 @@ _BUSY_S = 10.0
 """Seconds that a transaction waits for those of its own process, and then for those of others."""
 _MAX_WRITERS = 32
 """Transactions that wait at the same time; more of them wait longer."""
+logger = logging.getLogger(__name__)
 _BUSY = f"the database of the service was not free within {_BUSY_S:g} s; ask again later"
 
 
@@ -85,6 +87,7 @@ class Database:
         """
         self._path = path
         self._turn = threading.Lock()  # without it, SQLite lets threads overtake each other for seconds
+        self._owed: list[Callable[[sqlite3.Connection], None]] = []
         # Those who wait for their turn would otherwise take all threads of the process, which has six on two cores.
         self._writers = ThreadPoolExecutor(_MAX_WRITERS, thread_name_prefix="writes")
         self._reserve = Reserve(path.with_name("reserve"))
@@ -160,13 +163,32 @@ class Database:
                 finally:
                     self._reserve.fill()
 
+    async def settle(self, work: Callable[[sqlite3.Connection], None]) -> None:
+        """Does what `settle_now` does, in a thread."""
+        await asyncio.get_running_loop().run_in_executor(self._writers, self.settle_now, work)
+
+    def settle_now(self, work: Callable[[sqlite3.Connection], None]) -> None:
+        """Does work that ends something and refuses nothing, and keeps it for the next transaction of this process
+        where it cannot be done now: nobody else would do it before the row expires.
+        """
+        try:
+            self.run_now(work, frees=True)
+        except ApiError as error:
+            logger.warning("the end of a request is written later: %s", error)
+            self._owed.append(work)
+
     def _once(self, work: Callable[[sqlite3.Connection], T]) -> T:
         if not self._turn.acquire(timeout=_BUSY_S):
             raise ApiError(503, _BUSY)
         try:
             with self.open() as connection:
+                owed = [*self._owed]
+                for each in owed:
+                    each(connection)
                 self._delete_expired(connection)
-                return work(connection)
+                result = work(connection)
+            del self._owed[: len(owed)]
+            return result
         finally:
             self._turn.release()
 

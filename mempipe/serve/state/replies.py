@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sqlite3
-from contextlib import suppress
 from dataclasses import dataclass
 
 from mempipe.answers.errors import ApiError
@@ -77,8 +76,12 @@ class Replies:
         def forget(connection: sqlite3.Connection) -> None:
             connection.execute("DELETE FROM replies WHERE owner=? AND key=?", (owner, key))
 
-        if reply is not None:
-            with suppress(ApiError):  # the answer goes out all the same
-                await self._database.run(keep)
-                return
-        await self._database.run(forget, frees=True)
+        def keep_or_forget(connection: sqlite3.Connection) -> None:
+            connection.execute("SAVEPOINT before")
+            try:
+                keep(connection)
+            except ApiError:  # there is no room, and the answer goes out all the same
+                connection.execute("ROLLBACK TO before")
+                forget(connection)
+
+        await self._database.settle(forget if reply is None else keep_or_forget)

@@ -147,11 +147,11 @@ class Sessions:
 
     async def release(self, session_id: str, memory: str | None) -> None:
         """Ends a claim; `memory` is the session's new one, or None when the question was not answered."""
-        await self._database.run(self._releasing(session_id, memory), frees=True)
+        await self._database.settle(self._releasing(session_id, memory))
 
     def release_now(self, session_id: str, memory: str | None) -> None:
         """Ends a claim, for callers outside the event loop."""
-        self._database.run_now(self._releasing(session_id, memory), frees=True)
+        self._database.settle_now(self._releasing(session_id, memory))
 
     def _releasing(self, session_id: str, memory: str | None) -> Callable[[sqlite3.Connection], None]:
         def release(connection: sqlite3.Connection) -> None:
