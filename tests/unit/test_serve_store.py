@@ -21,6 +21,7 @@ import pytest
 from machine import may_mount, small_disk
 
 from mempipe.answers.errors import ApiError
+from mempipe.serve.state.holders import is_gone
 from mempipe.serve.state.replies import StoredReply
 from mempipe.serve.state.reserve import Reserve
 from mempipe.serve.state.responses import StoredResponse
@@ -356,6 +357,18 @@ async def test_a_clock_that_is_set_lets_nobody_take_what_a_living_process_holds(
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: began + 3600)
     assert await refused(store.sessions.claim(session.id, "ann", for_s=60)) == 409
     assert await refused(store.replies.begin("ann", "key", "digest")) == 409
+
+
+def test_a_clock_that_is_set_ends_no_other_process(monkeypatch):
+    says = "from mempipe.serve.state.holders import this_process; print(this_process(), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", says], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdin is not None and other.stdout is not None
+        holder, booted = other.stdout.readline().strip(), psutil.boot_time()
+        assert not is_gone(holder)
+        monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted + 3600)
+        assert not is_gone(holder)
+        other.stdin.close()
+    assert is_gone(holder)
 
 
 async def test_a_database_of_an_earlier_version_is_opened(tmp_path):

@@ -10,21 +10,26 @@ import psutil
 
 def this_process() -> str:
     """Returns what tells this process from others, earlier ones with its id too."""
-    return f"{os.getpid()}:{_created(os.getpid())}"
+    return _of_this(os.getpid())
 
 
 @functools.cache
-def _created(pid: int) -> float:
-    """Returns the time at which this process began, as it was at first: a clock that is set moves it."""
-    return psutil.Process(pid).create_time()
+def _of_this(pid: int) -> str:
+    return f"{pid}:{_began(pid)}"
+
+
+def _began(pid: int) -> float:
+    """Returns the second at which a process began, counted from the start of the machine: a clock that is set moves
+    both. Raises NoSuchProcess."""
+    return round(psutil.Process(pid).create_time() - psutil.boot_time(), 2)
 
 
 def is_gone(holder: str) -> bool:
     """Returns whether the process that `holder` names has ended; an empty one is not known."""
     if holder == this_process():
         return False
-    pid, _, created = holder.partition(":")
+    pid, _, began = holder.partition(":")
     try:
-        return bool(pid) and str(psutil.Process(int(pid)).create_time()) != created
+        return bool(pid) and str(_began(int(pid))) != began
     except psutil.NoSuchProcess:
         return True
