@@ -233,7 +233,9 @@ def test_a_client_does_not_change_the_limits_of_serve():
 
     with served(note) as address:
         sent = {"x-request-timeout-seconds": "0", "x-request-disconnect-disabled": "?1", "x-request-id": "a"}
-        httpx.get(f"http://{address[0]}:{address[1]}/v1/models", headers=sent)
+        sent |= {"x-session-id": "Jos\xe9", "serve_multiplexed_model_id": "b"}
+        encoded = [(name, value.encode("latin-1")) for name, value in sent.items()]
+        httpx.get(f"http://{address[0]}:{address[1]}/v1/models", headers=encoded)
     assert (b"x-request-id", b"a") in headers and not {name.decode() for name, _ in headers} & {*sent} - {
         "x-request-id"
     }

@@ -31,8 +31,14 @@ TIMEOUT_VARIABLE = "MEMPIPE_TIMEOUT_S"
 """Holds the seconds that a request may take in a replica: for a place and an answer (`max_wait_s` and `timeout_s`), and
 the slack in which the replica says that they are over. Without it DEFAULT_TIMEOUT_S."""
 DEFAULT_TIMEOUT_S = 390.0
-_OF_SERVE = (b"x-request-timeout-seconds", b"x-request-disconnect-disabled")
-"""Headers by which Serve would let a client change its limits."""
+_OF_SERVE = (
+    b"x-request-timeout-seconds",
+    b"x-request-disconnect-disabled",
+    b"x-session-id",
+    b"serve-multiplexed-model-id",
+)
+"""Headers by which Serve would let a client change its limits or its replica, also with _ in place of -; it answers 500
+to one that is not UTF-8."""
 
 
 class Front:
@@ -97,7 +103,7 @@ def _is_text(start: Message) -> bool:
 def _may_be_read(header: tuple[bytes, bytes]) -> bool:
     """Returns whether Serve may read a header; it answers 500 to an id that is not UTF-8."""
     name, value = header
-    return name not in _OF_SERVE and (name != b"x-request-id" or value.isascii())
+    return name.replace(b"_", b"-") not in _OF_SERVE and (name != b"x-request-id" or value.isascii())
 
 
 def middlewares() -> list[Middleware]:
