@@ -141,7 +141,7 @@ class LocalService:
         self._started: set[str] = set()
         """Applications of engines, also of a deployment whose agents did not start."""
         self._agents: tuple[ServedRun, str] | None = None
-        """Configs of the agents that were deployed last, and the hash of their index."""
+        """Configs of the agents that were deployed last, and what their files held; None where they did not start."""
 
     def reload(self) -> str:
         """Deploys the same service as its files are now, as `deploy` does. Raises ConfigError."""
@@ -151,7 +151,7 @@ class LocalService:
         """Deploys a resolved service, and returns the version of its weights.
 
         Engines of new weights start next to the old ones, which end when no request uses them. Agents and retrievers
-        are replaced if weights, settings or the index are others than before.
+        are replaced if weights, settings, prompts or the index are others than before.
         """
         config = served.config
         version = config.endpoint.model if config.endpoint else weights_version(served.main.model.path)
@@ -161,6 +161,7 @@ class LocalService:
             if served.own_engine and engines != self._engines:
                 self._started.add(engines)
                 serve.run(_engines(served), name=engines, route_prefix=None)
+            self._agents = None  # if they do not start, Serve still tries to start them and no others
             serve.run(_agents(served, engines), name=NAME, route_prefix="/")
             self.served, self._engines, self._agents = served, engines, agents
         self._end_others(engines, timeout_s=config.timeout_s + 60)
@@ -176,9 +177,12 @@ class LocalService:
 
 
 def _snapshot(served: ServedRun) -> str:
-    """Returns the hash of the index in the service's own files, "" without one."""
+    """Returns a text that changes with the files that agents and retrievers read: the hash of the index in the
+    service's own files, and the prompt sets that are files."""
     index = served.main.retrieval.index if served.searches else ""
-    return read_manifest(Path(index))[1] if index else ""
+    prompts = [Path(getattr(each.agent, "prompts", "")) for each in served.agents.values()]
+    texts = [file.read_text(encoding="utf-8") for file in prompts if file.is_file()]
+    return "\n".join([read_manifest(Path(index))[1] if index else "", *texts])
 
 
 def _wait_until_drained(timeout_s: float) -> None:
@@ -259,6 +263,6 @@ def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
             if not stop.is_set():
                 try:
                     print(f"serving weights {service.reload()}", flush=True)
-                except (ConfigError, RuntimeError) as error:
+                except (ConfigError, RuntimeError, OSError) as error:  # the run's files may be on their way
                     print(f"the weights stay as they are: {' '.join(str(error).split())}", flush=True)
         print("ending; requests in flight are finished first", flush=True)

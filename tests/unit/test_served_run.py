@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +21,7 @@ from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.loader import load_config, parse_section
 from mempipe.retrieval.build import build_index
 from mempipe.serve import agent
-from mempipe.serve.agent import NAME
+from mempipe.serve.agent import NAME, serve_agent
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.replicas.generator_replica import GeneratorReplica, WrongWeights
 from mempipe.serve.served_run import ServedRun, resolve, weights_version
@@ -207,10 +211,12 @@ def test_other_weights_have_another_version(run, tmp_path):
 
 def test_engines_whose_agents_did_not_start_end_with_the_next_deployment(monkeypatch):
     deployed: list[str] = []
+    tried: list[str] = []
     fails: list[str] = []
     weights = ["v1"]
 
     def deploy(_: object, *, name: str, route_prefix: str | None) -> None:
+        tried.append(name)
         if name in fails:
             raise RuntimeError(f"deploying {name} failed")
         deployed[:] = [*(each for each in deployed if each != name), name]
@@ -233,5 +239,58 @@ def test_engines_whose_agents_did_not_start_end_with_the_next_deployment(monkeyp
             with pytest.raises(RuntimeError):
                 service.deploy(served)
             weights[0], fails[:] = "v1", []
+            tried.clear()
         service.deploy(served)
+        assert tried.pop() == NAME  # whatever ran before: Serve has the new ones as its aim
         assert [name for name in deployed if name != NAME] == expected
+
+
+def test_edited_prompts_are_served_when_the_service_looks_at_its_files_again(run, tmp_path, monkeypatch):
+    tried: list[str] = []
+    status = SimpleNamespace(deployments={NAME: SimpleNamespace(replica_states={"RUNNING": 1})})
+    stub = SimpleNamespace(
+        run=lambda *_, name, route_prefix: tried.append(name),
+        status=lambda: SimpleNamespace(applications={NAME: status}),
+    )
+    monkeypatch.setattr(agent, "serve", stub)
+    for name in ("_engines", "_agents"):
+        monkeypatch.setattr(agent, name, lambda *_: "")
+    prompts = tmp_path / "prompts.yaml"
+    text = (CONFIGS.parents[1] / "mempipe" / "agents" / "prompts" / "tiny.yaml").read_text()
+    prompts.write_text(text)
+    service = agent.LocalService(served(run=str(run), settings={"agent": {"prompts": str(prompts)}}))
+    service.deploy(service.served)
+    tried.clear()
+    service.reload()
+    assert tried == []
+    prompts.write_text(f"{text}instructions: '{{question}} heed {{instructions}}'\n")
+    service.reload()
+    assert tried == [NAME]
+
+
+def test_a_service_goes_on_if_files_are_away_when_it_looks_at_them_again(monkeypatch, capsys):
+    reloads = iter([FileNotFoundError(2, "No such file or directory", "model.safetensors"), "v2"])
+
+    def reload() -> str:
+        found = next(reloads)
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGHUP if found != "v2" else signal.SIGTERM)).start()
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    @contextmanager
+    def served_agent(*_: object, **__: object) -> Iterator[tuple[str, Any]]:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGHUP)).start()
+        yield "http://x", SimpleNamespace(served=None, reload=reload)
+
+    for name, value in (("served_agent", served_agent), ("welcome_lines", lambda *_: []), ("logs_of_serve", str)):
+        monkeypatch.setattr(agent, name, value)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    try:
+        serve_agent({"run": "x"}, host="127.0.0.1", port=8000)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    said = capsys.readouterr().out
+    assert "the weights stay as they are: [Errno 2] No such file or directory: 'model.safetensors'" in said
+    assert "serving weights v2" in said
