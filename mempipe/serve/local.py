@@ -21,8 +21,10 @@ START_AGAIN = "The service has ended; run the same command to start it again"
 
 @contextmanager
 def local_serve(name: str, *, host: str, port: int, finishes: bool = True) -> Iterator[str]:
-    """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address. At the end it
-    `finishes` the requests in flight. Variables of SERVICE that the user has set stay as they are."""
+    """Starts a local Ray cluster with Serve's HTTP proxy until the end of the block; yields its address, with a free
+    port where `port` is 0. At the end it `finishes` the requests in flight. Variables of SERVICE that the user has set
+    stay as they are."""
+    port = port or free_port()
     for variable, value in SERVICE.items():
         os.environ.setdefault(variable, value)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)

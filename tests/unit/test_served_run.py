@@ -7,7 +7,7 @@ import shutil
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +20,7 @@ from mempipe.engines.config import SamplingConfig
 from mempipe.engines.tiny import build_model, build_tokenizer
 from mempipe.loader import load_config, parse_section
 from mempipe.retrieval.build import build_index
-from mempipe.serve import agent
+from mempipe.serve import agent, local
 from mempipe.serve.agent import NAME, serve_agent
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.replicas.generator_replica import GeneratorReplica, WrongWeights
@@ -294,3 +294,13 @@ def test_a_service_goes_on_if_files_are_away_when_it_looks_at_them_again(monkeyp
     said = capsys.readouterr().out
     assert "the weights stay as they are: [Errno 2] No such file or directory: 'model.safetensors'" in said
     assert "serving weights v2" in said
+
+
+def test_a_service_that_is_to_find_a_port_names_the_one_that_it_has_found(monkeypatch):
+    started: list[int] = []
+    monkeypatch.setattr(local, "SERVICE", {})
+    monkeypatch.setattr(local, "connected", lambda *_, **__: nullcontext())
+    note = SimpleNamespace(start=lambda http_options, **_: started.append(http_options["port"]))
+    monkeypatch.setattr(local, "serve", note)
+    with local.local_serve("x", host="127.0.0.1", port=0, finishes=False) as url:
+        assert started[0] > 0 and url == f"http://127.0.0.1:{started[0]}"
