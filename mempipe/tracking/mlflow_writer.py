@@ -108,7 +108,13 @@ class MlflowRun:
             self._client.set_tag(self.run_id, _TRAINED_AGAIN, text)
 
     def log_trace(
-        self, group: Group, *, step: int, wording: Wording, metadata: Mapping[str, str] | None = None
+        self,
+        group: Group,
+        *,
+        step: int,
+        wording: Wording,
+        metadata: Mapping[str, str] | None = None,
+        asking: str = "",
     ) -> None:
         from mlflow.tracing.client import TracingClient
 
@@ -123,6 +129,7 @@ class MlflowRun:
                 experiment_id=self._experiment_id,
                 wording=wording,
                 metadata=metadata,
+                asking=asking,
             )
             client.start_trace(info)
             client.log_spans(self._experiment_id, spans)

@@ -51,12 +51,13 @@ def build_trace(
     experiment_id: str,
     wording: Wording = Wording(),
     metadata: Mapping[str, str] | None = None,
+    asking: str = "",
 ) -> tuple[TraceInfo, list[Span]]:
     """Returns the trace of one trajectory, linked to the run.
 
     Spans follow one another and last as long as the engine and the retriever took; the clock of the trajectory itself
     is not recorded. `metadata` are texts of whoever asked. Ids come from run, step and trajectory, so that a trace
-    which is sent again after a fault is still one trace.
+    which is sent again after a fault is still one trace; `asking` tells trajectories with the same id apart.
     """
     from mlflow.entities.trace_info import TraceInfo
     from mlflow.entities.trace_location import TraceLocation
@@ -66,7 +67,7 @@ def build_trace(
     durations = [round((c.generate_seconds + c.search_seconds) * 1e9) for c in trajectory.contexts]
     end_ns = time.time_ns()
     start_ns = end_ns - sum(durations)
-    trace_id = uuid.uuid5(uuid.NAMESPACE_URL, f"{run_id}/{step}/{trajectory.id}").int
+    trace_id = uuid.uuid5(uuid.NAMESPACE_URL, f"{run_id}/{step}/{trajectory.id}{asking}").int
     is_scored = bool(question.golden_answers)  # a question that a service was asked has none
     inputs, outputs = _root_inputs(question), _root_outputs(trajectory, is_scored=is_scored)
     attributes: dict[str, Any] = {

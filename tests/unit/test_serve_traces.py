@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import httpx
 import pytest
 from service_builders import QUESTIONS, build_service, config_of, running
@@ -14,7 +17,9 @@ from mempipe.serve.replicas import traces
 from mempipe.serve.replicas.traces import SampledTraces
 from mempipe.serve.served_run import ServedRun
 from mempipe.tracking.config import TrackingConfig
+from mempipe.tracking.traces import build_trace
 from mempipe.tracking.tracker import last_run_id
+from mempipe.types import Group
 
 QUESTION = QUESTIONS[0]
 
@@ -83,3 +88,28 @@ def test_only_a_share_is_recorded_and_a_dead_server_costs_no_memory(tokenizer, t
         recorder.close()
     (warning,) = [record.message for record in caplog.records if "incomplete" in record.message]
     assert "metrics.jsonl" not in warning  # a service has none
+
+
+def test_requests_with_the_same_id_have_each_a_trace(tokenizer, tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(traces, "MlflowRun", lambda *_, **__: None)
+    writer = SimpleNamespace(num_waiting=0, add_call=calls.append)
+    monkeypatch.setattr(traces, "BackgroundWriter", lambda run: writer)
+    recorder = SampledTraces(served(tmp_path, ""), share=1.0, decode=tokenizer.decode)
+    with running(build_service(tokenizer, tmp_path, record=recorder.record)) as url:
+        for _ in range(2):
+            body, headers = {"question": QUESTION.text}, {"x-request-id": "job-17"}
+            assert httpx.post(f"{url}/v1/answer", json=body, headers=headers, timeout=20).json()["id"] == "job-17"
+
+    def trace_ids(call: Any) -> list[str]:
+        found = []
+
+        def log_trace(group: Group, **asked: Any) -> None:
+            for each in group.trajectories:
+                info, _ = build_trace(each, group.question, run_id="run", experiment_id="0", **asked)
+                found.append(info.trace_id)
+
+        call(SimpleNamespace(log_trace=log_trace))
+        return found
+
+    assert len(calls) == 2 and trace_ids(calls[0]) == trace_ids(calls[0]) != trace_ids(calls[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,7 +44,10 @@ class SampledTraces:
         if random.random() >= self._share or self._writer.num_waiting >= MAX_WAITING:
             return
         wording = Wording(decode=self._decode, thought=spec.thought)
-        self._writer.add_call(lambda run: run.log_trace(group, step=0, wording=wording, metadata=metadata))
+        asking = uuid.uuid4().hex  # a client may give several requests the same `x-request-id`
+        self._writer.add_call(
+            lambda run: run.log_trace(group, step=0, wording=wording, metadata=metadata, asking=asking)
+        )
 
     def close(self) -> None:
         """Writes the waiting traces, for FINISH_TIMEOUT_S at most."""
