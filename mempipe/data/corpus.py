@@ -390,8 +390,9 @@ def _read_rows(found: Iterable[dict[str, Any] | BadRow | None], numbers: npt.NDA
     return pa.record_batch(columns, schema=PASSAGE_COLUMNS), np.array(good, dtype=np.int64), faults
 
 
-def parse_passage(row: dict[str, Any], *, own_id: str | None = None) -> Passage:
-    """Returns the passage that a row describes; `own_id` is the id of a row that has none. Raises BadRow."""
+def parse_passage(row: dict[str, Any], *, own_id: str | None = None, may_be_empty: bool = False) -> Passage:
+    """Returns the passage that a row describes; `own_id` is the id of a row that has none. Raises BadRow, also for a
+    text without a word unless it `may_be_empty`."""
     identity = next((row[name] for name in IDS if row.get(name) is not None), own_id)
     if type(identity) not in (str, int) or identity == "":
         kind = "missing_field" if identity is None or identity == "" else "wrong_type"
@@ -406,7 +407,7 @@ def parse_passage(row: dict[str, Any], *, own_id: str | None = None) -> Passage:
         given = _text(row, titled) if isinstance(row.get(titled), str) else ""
         if given.strip():
             title, text = given, text if title == given.strip() else contents.strip()
-    if not text:
+    if not text and not may_be_empty:
         raise BadRow("empty", f"passage {identity!r} has no text")
     return Passage(
         id=replace_surrogates(str(identity)), title=title, text=text, partition=_text(row, "partition", default="")

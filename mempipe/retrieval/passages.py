@@ -76,13 +76,15 @@ class JsonlPassages:
         return len(self._offsets) - 1
 
     def __getitem__(self, row: int) -> Passage:
-        """Raises ConfigError, naming the row, when the line is not a passage."""
+        """Raises ConfigError, naming the row, when the line is not a passage. Its text may be empty: the vector of the
+        line is in the index, and one search that finds it must not fail all that share its batch.
+        """
         if not 0 <= row < len(self):
             raise IndexError(f"row {row} of {len(self)} passages")
         place = f"{self._file}, row {row + 1}"
         try:
             line = self._bytes[self._offsets[row] : self._offsets[row + 1]].decode("utf-8" if row else "utf-8-sig")
-            return parse_passage(json.loads(line), own_id=f"{self._name}-{row + 1}")
+            return parse_passage(json.loads(line), own_id=f"{self._name}-{row + 1}", may_be_empty=True)
         except (ValueError, AttributeError) as error:
             raise ConfigError(f"{place}: not a passage: {error}") from error
 

@@ -514,6 +514,16 @@ def test_a_line_that_is_no_passage_is_named_when_it_is_found(tmp_path):
         assert (tmp_path / "i").exists() == (row == 120)
 
 
+def test_a_line_of_an_adopted_corpus_may_have_a_title_alone(tmp_path):
+    index, corpus, _ = others_files(tmp_path, 120)
+    lines = corpus.read_text().splitlines()
+    lines[110] = json.dumps({"id": "110", "contents": '"A title"\n'})
+    corpus.write_text("\n".join(lines))
+    adopt_index(index, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+    (found,) = Retriever(tmp_path / "i").search([Query(text="word1", num_passages=120)])
+    assert [(each.title, each.text) for each in found.passages if each.id == "110"] == [("A title", "")]
+
+
 @pytest.mark.parametrize(("start", "row", "identity"), [("\ufeff", {"id": "a"}, "a"), ("", {}, "wiki-1")])
 def test_an_adopted_corpus_may_have_a_byte_order_mark_and_rows_without_ids(tmp_path, start, row, identity):
     index, corpus, _ = others_files(tmp_path, 1)
