@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,19 @@ import numpy.typing as npt
 
 from mempipe.retrieval.encoders import Encoder
 from mempipe.retrieval.manifest import Manifest, PassageFiles, VectorFiles, write_manifest
-from mempipe.retrieval.passages import JsonlPassages, line_offsets
+from mempipe.retrieval.passages import JsonlPassages, Passages, line_offsets
 from mempipe.retrieval.vectors import read_index, set_search_parameters
 from mempipe.settings import ConfigError
 from mempipe.storage.checksums import record_of
 from mempipe.storage.files import check_new_folder, whole_folder
+from mempipe.types import Passage
 
 _ROWS_TO_READ = 100
 """The rows of a corpus that are read while it is adopted; a search reads the others."""
+_EQUAL = 1e-3
+"""The part of a similarity by which vectors of equal texts may differ."""
+_ROWS_TO_ENCODE = 32
+"""The rows, spread over the corpus, whose vectors are compared with the encoder's."""
 
 
 def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, search: str = "") -> Manifest:
@@ -27,7 +33,8 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
     where they are.
 
     Raises ConfigError when they do not fit together, when the index is not by inner product or calls its vectors by
-    other numbers than their lines, when one of the first rows is not a passage, and when `output` holds something.
+    other numbers than their lines, when one of the first rows is not a passage, when the encoder makes other vectors,
+    and when `output` holds something.
     """
     check_new_folder(output, setting="output")
     for file in (index, corpus):
@@ -60,6 +67,7 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
         passages = JsonlPassages(corpus, partial / "offsets.npy")
         for row in range(min(len(passages), _ROWS_TO_READ)):
             _ = passages[row]
+        _check_vectors(index, opened, passages, encoder)
         records = {str(file): record_of(file, sampled=True) for file in (index, corpus)}
         manifest = Manifest(
             passages=PassageFiles(kind="jsonl", files=[str(corpus), "offsets.npy"], count=len(offsets) - 1),
@@ -74,6 +82,29 @@ def adopt_index(index: Path, corpus: Path, output: Path, *, encoder: Encoder, se
         )
         write_manifest(partial, manifest)
     return manifest
+
+
+def _check_vectors(file: Path, index: Any, passages: Passages, encoder: Encoder) -> None:
+    """Raises ConfigError when most of some vectors are further from the encoder's vectors of their lines than from
+    those of other lines. An index that returns no vector without a search is not compared.
+    """
+    read = dict[int, Passage]()
+    for row in np.unique(np.linspace(0, len(passages) - 1, _ROWS_TO_ENCODE, dtype=np.int64)).tolist():
+        with suppress(ConfigError):  # a search names a line that is not a passage
+            read[row] = passages[row]
+    try:
+        stored = np.stack([index.reconstruct(row) for row in read])
+    except RuntimeError:
+        return
+    made = encoder.encode_passages([*read.values()])
+    lengths = np.linalg.norm(stored, axis=1, keepdims=True)
+    similar = made @ (stored / np.where(lengths == 0, 1, lengths)).T
+    wrong = similar.diagonal() < similar.max(axis=1) - _EQUAL
+    if 2 * wrong.sum() > len(read):
+        raise ConfigError(
+            f"{file}: {wrong.sum()} of {len(read)} vectors are nearer to other lines of the corpus than to their own; "
+            "the index was made by another encoder, of another corpus or in another order"
+        )
 
 
 def _check_numbers(file: Path, index: Any) -> None:

@@ -524,6 +524,21 @@ def test_a_line_of_an_adopted_corpus_may_have_a_title_alone(tmp_path):
     assert [(each.title, each.text) for each in found.passages if each.id == "110"] == [("A title", "")]
 
 
+@pytest.mark.parametrize("kind", ["Flat", "HNSW8", "IDMap2,Flat"])
+def test_an_index_of_another_encoder_or_another_order_is_not_adopted(tmp_path, kind):
+    _, corpus, passages = others_files(tmp_path)
+    for name, vectors in (
+        ("encoder", np.random.default_rng(1).standard_normal((50, 32), dtype=np.float32)),
+        ("order", HashingEncoder(dimension=32).encode_passages(passages[::-1])),
+    ):
+        index = faiss.index_factory(32, kind, faiss.METRIC_INNER_PRODUCT)
+        index.add_with_ids(vectors, np.arange(50)) if "ID" in kind else index.add(vectors)
+        faiss.write_index(index, str(tmp_path / name))
+        with pytest.raises(ConfigError, match=r"\d+ of 32 vectors are nearer to other lines of the corpus"):
+            adopt_index(tmp_path / name, corpus, tmp_path / "i", encoder=HashingEncoder(dimension=32))
+    assert not (tmp_path / "i").exists()
+
+
 @pytest.mark.parametrize(("start", "row", "identity"), [("\ufeff", {"id": "a"}, "a"), ("", {}, "wiki-1")])
 def test_an_adopted_corpus_may_have_a_byte_order_mark_and_rows_without_ids(tmp_path, start, row, identity):
     index, corpus, _ = others_files(tmp_path, 1)
