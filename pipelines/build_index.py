@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -92,15 +93,17 @@ def _remove_abandoned(folder: Path) -> None:
 def _files(config: IndexConfig, made: Path) -> list[CorpusFile]:
     """Returns the files to read, after those of texts were written to `made`; prints the first passage."""
     files: list[CorpusFile] = []
-    bad = BadRows(config.max_bad_rows)  # of tables; those of other files are counted when they are read
+    bad = BadRows(config.max_bad_rows)  # of tables; those of other files are counted after them, when they are read
     for number, source in enumerate(config.corpus):
         if is_plain_text(source):
             say(f"making passages of at most {config.passage_words} words: {describe_source(source)}")
-            if skipped := skipped_files(source):
-                ends = ", ".join(f"{number} {end}" for end, number in skipped.items())
+            if others := skipped_files(source):
+                ends = ", ".join(f"{number} {end}" for end, number in others.items())
                 say(f"skipped files, since texts end in {', '.join(SUFFIXES)}: {ends}")
+            before = Counter(bad.counts)
             file = write_corpus(source, made / _file_name(number), words=config.passage_words, bad=bad)
-            files += [replace(each, made_of=str(source)) for each in corpus_files(file)]
+            skipped = tuple((Counter(bad.counts) - before).items())
+            files += [replace(each, made_of=str(source), skipped=skipped) for each in corpus_files(file)]
         else:
             files += corpus_files(source)
     if bad.total:

@@ -33,11 +33,12 @@ Source = str | Path
 @dataclass(frozen=True, slots=True)
 class InputFile:
     """A file to read: a local path or an fsspec URL, and its size in bytes. `made_of` is what its passages were made
-    of, which messages name instead of it."""
+    of, which messages name instead of it; `skipped` are the bad rows of that by kind, which its passages lack."""
 
     url: str
     size: int
     made_of: str = ""
+    skipped: tuple[tuple[str, int], ...] = ()
 
     @property
     def name(self) -> str:

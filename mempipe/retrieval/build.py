@@ -21,6 +21,7 @@ import fcntl
 import hashlib
 import itertools
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -142,7 +143,8 @@ class IndexBuild:
         Raises ConfigError as `read_segments` does, for an empty corpus, and when the passages of a partition do not
         follow one another.
         """
-        seen, known, position = SeenIds(), _Partitions(), CorpusPosition()
+        of_tables = sum((Counter(dict(file.skipped)) for file in self._files), Counter[str]())
+        seen, known, position = SeenIds(), _Partitions(), CorpusPosition(counts=dict(of_tables))
         number = 0
         for segment in self.segments():
             self._check(segment_name(segment.number), segment.file)

@@ -582,6 +582,9 @@ def test_bad_rows_of_tables_are_passed_over_up_to_the_limit(tmp_path, capsys):
         pass
     with corpus_of(config.model_copy(update={"max_bad_rows": 2})) as files:
         assert [passage.title for passage in read_corpus([file.url for file in files])] == ["Nile", "Elbe"]
+        build = IndexBuild(config.model_copy(update={"max_bad_rows": 2}), files)
+        assert len(list(build.read())) == 1
+        assert build.finish(None).passages.skipped == {"missing_field": 2}
     said = capsys.readouterr().out
     assert f"bad rows of tables that are passed over: 2; the first is {sources[0]}, row 2: text is missing" in said
 
