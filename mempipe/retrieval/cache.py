@@ -40,6 +40,8 @@ class SizedCache(Generic[K, V]):
         with self._lock:
             if (old := self._values.pop(key, None)) is not None:
                 self.num_bytes -= self._size_of(old)
+            if self._size_of(value) > self._max_bytes:  # all others would make room for it in vain
+                return
             self._values[key] = value
             self.num_bytes += self._size_of(value)
             while self.num_bytes > self._max_bytes:
