@@ -215,7 +215,7 @@ class HFEncoder:
             ) from error
         if getattr(model.config, "is_encoder_decoder", False):  # the decoder of T5 encodes nothing
             model = model.get_encoder()
-        _check_positions(path, max_tokens, model.config)
+        _check_positions(path, max_tokens, model)
         self._settings = {
             "path": path,
             "query_prefix": query_prefix,
@@ -314,7 +314,7 @@ class SentenceTransformerEncoder:
             ) from error
         model.float().eval()
         if max_tokens is not None:
-            _check_positions(path, max_tokens, getattr(model.transformers_model, "config", None))
+            _check_positions(path, max_tokens, model.transformers_model)
             model.max_seq_length = max_tokens
         own = model.prompts
         self._settings = {
@@ -396,8 +396,11 @@ def _model_folder(path: str) -> str:
     return str(Path(str(min(configs, key=lambda file: len(file.parts)).locate())).parent) if configs else path
 
 
-def _check_positions(path: str, max_tokens: int, config: Any) -> None:
-    positions = getattr(config, "max_position_embeddings", None) or max_tokens
+def _check_positions(path: str, max_tokens: int, model: Any) -> None:
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None) or max_tokens
+    table = getattr(getattr(model, "embeddings", None), "position_embeddings", None)
+    if (padding := getattr(table, "padding_idx", None)) is not None:  # RoBERTa and MPNet count from the one after it
+        positions -= padding + 1
     if max_tokens > positions:
         raise ConfigError(f"encoder {path!r}: max_tokens is {max_tokens}; the model has {positions} positions")
 

@@ -13,7 +13,20 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import BertConfig, BertModel, BertTokenizerFast, PreTrainedTokenizerFast, T5Config, T5Model
+from transformers import (
+    BertConfig,
+    BertModel,
+    BertTokenizerFast,
+    MPNetConfig,
+    MPNetModel,
+    PreTrainedTokenizerFast,
+    RobertaConfig,
+    RobertaModel,
+    T5Config,
+    T5Model,
+    XLMRobertaConfig,
+    XLMRobertaModel,
+)
 
 from mempipe.retrieval.encoders import (
     HashingEncoder,
@@ -113,6 +126,24 @@ def test_of_an_encoder_with_a_decoder_the_first_half_encodes(tmp_path):
     with torch.inference_mode():
         mean = model.get_encoder()(token_ids).last_hidden_state[0].numpy().mean(0)
     np.testing.assert_allclose(encoder.encode_queries(["river"])[0], mean / np.linalg.norm(mean), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        (RobertaModel, RobertaConfig(pad_token_id=1)),
+        (XLMRobertaModel, XLMRobertaConfig(pad_token_id=1)),
+        (MPNetModel, MPNetConfig(pad_token_id=1)),
+    ],
+)
+def test_positions_that_are_counted_from_the_padding_on_hold_fewer_tokens(tmp_path, kind, settings):
+    sizes = {"vocab_size": len(WORDS), "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    settings.update({**sizes, "intermediate_size": 32, "max_position_embeddings": 34})
+    kind(settings).save_pretrained(tmp_path)
+    BertTokenizerFast(vocab={word: i for i, word in enumerate(WORDS)}).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="max_tokens is 34; the model has 32 positions"):
+        HFEncoder(str(tmp_path), max_tokens=34)
+    HFEncoder(str(tmp_path), max_tokens=32).encode_queries(["nile " * 100])
 
 
 def test_texts_are_cut_after_max_tokens_special_tokens_included(bert, encoder):
