@@ -107,6 +107,11 @@ class RemoteRetriever:
         finally:
             self._under_way.cancel()  # a caller that is interrupted leaves no request that is repeated
 
+    def ready(self, *, timeout_s: float) -> str:
+        """Asks a mempipe service whether it answers, and returns the snapshot that it serves now; another server, which
+        may answer one request at a time, is not asked. Raises ServiceTimeout."""
+        return self.snapshot if self._partitions is None else self._portal.call(self._ready, timeout_s)
+
     def close(self) -> None:
         """Ends a search that is in flight, and closes the connections."""
         if self._under_way is not None:
@@ -134,13 +139,8 @@ class RemoteRetriever:
 
     async def _meet(self, config: RetrievalConfig) -> None:
         deadline = time.monotonic() + self._timeout_s
-        try:
-            health = (await self._http.request("GET", "health", deadline=deadline)).json()
-        except ServiceTimeout:
-            raise
-        except (ServiceFault, ValueError):  # Search-R1's server has no such route
-            health = None
-        if not isinstance(health, dict) or "snapshot" not in health:
+        health = await self._health(deadline)
+        if health is None:
             try:
                 await self._retrieve([Query(text="a", num_passages=1)], deadline)
             except ServiceTimeout:
@@ -160,6 +160,22 @@ class RemoteRetriever:
                 raise ConfigError(
                     f"retrieval.{name} is {wanted}, but the service at {self.url} allows {allowed}; lower it"
                 )
+
+    async def _ready(self, timeout_s: float) -> str:
+        health = await self._health(time.monotonic() + timeout_s)
+        if health is not None and str(health["snapshot"]) != self.snapshot:
+            self._changed(str(health["snapshot"]))
+        return self.snapshot
+
+    async def _health(self, deadline: float) -> dict[str, Any] | None:
+        """Returns what a mempipe service says of itself, None from another server. Raises ServiceTimeout."""
+        try:
+            health = (await self._http.request("GET", "health", deadline=deadline)).json()
+        except ServiceTimeout:
+            raise
+        except (ServiceFault, ValueError):  # Search-R1's server has no such route
+            return None
+        return health if isinstance(health, dict) and "snapshot" in health else None
 
     async def _retrieve(self, batch: Sequence[Query], deadline: float) -> list[SearchResult]:
         """Returns the answers to queries that ask for the same number of passages of the same partition."""

@@ -30,6 +30,7 @@ from mempipe.retrieval.build import build_index
 from mempipe.retrieval.config import RetrievalConfig, ServiceConfig
 from mempipe.retrieval.remote import RemoteRetriever
 from mempipe.retrieval.retriever import BatchingRetriever, Query, Retriever
+from mempipe.serve.replicas.retriever_replica import RetrieverReplica
 from mempipe.serve.retrieval_app import RetrievalService, make_app
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
@@ -466,6 +467,23 @@ def test_another_snapshot_is_recorded_and_told_once(service, retriever, caplog):
         assert [record.getMessage() for record in caplog.records if "serves snapshot" in record.getMessage()] == [
             f"{url} serves snapshot newer now, it was {retriever.snapshot} before; every search records its own"
         ]
+
+
+async def test_a_replica_says_what_its_service_serves_now_and_that_it_has_ended(retriever, monkeypatch):
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr("mempipe.serve.replicas.retriever_replica.ASK_S", 1.0)
+    with serving(Faulty(retriever)) as url:
+        replica = RetrieverReplica(RetrievalConfig(url=url))
+        assert await replica.snapshot() == retriever.snapshot
+        monkeypatch.setattr(retriever, "snapshot", "newer")
+        assert await replica.snapshot() == "newer"
+    with pytest.raises(ServiceTimeout):
+        await replica.snapshot()
+    assert replica._remote is not None
+    replica._remote.close()
+    with serving(Faulty(retriever, foreign=True)) as url, client_of(url) as client:
+        pass
+    assert client.ready(timeout_s=1.0) == "unknown"  # it may answer one request at a time, so nobody asks it
 
 
 @pytest.mark.parametrize(

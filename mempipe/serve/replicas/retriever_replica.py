@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 
 import ray
@@ -13,21 +14,26 @@ from mempipe.retrieval.remote import RemoteRetriever
 from mempipe.retrieval.retriever import BatchingRetriever, Retriever
 from mempipe.types import SearchResult
 
+ASK_S = 4.0
+"""Seconds in which a retrieval service has to say that it answers; less than `/readyz` waits for that."""
+
 
 class RetrieverReplica:
     """One copy of the index, or one client of a retrieval service; the searches that reach it share batches."""
 
     def __init__(self, config: RetrievalConfig) -> None:
         if config.url:
-            retriever = RemoteRetriever(config.url, config)
+            self._remote = retriever = RemoteRetriever(config.url, config)
         else:
-            retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path)
+            retriever, self._remote = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path), None
         self._retriever = BatchingRetriever(retriever, config)
         self._calls = DirectServer(self._search, SearchCall, host=ray.util.get_node_ip_address())
 
     async def snapshot(self) -> str:
-        """Returns the hash of the index."""
-        return self._retriever.snapshot
+        """Returns the hash of the index that answers now. Raises ServiceTimeout when a retrieval service does not."""
+        if self._remote is None:
+            return self._retriever.snapshot
+        return await asyncio.to_thread(self._remote.ready, timeout_s=ASK_S)
 
     async def lease(self) -> AsyncIterator[Address]:
         """Yields where to search by direct calls (`mempipe.direct`)."""
