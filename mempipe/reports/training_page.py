@@ -336,7 +336,8 @@ def _memory_size_chart(data: ReportData) -> Figure | None:
     sizes = _memory_sizes(data.after or data.before)
     if not lines or data.memory_budget is None:
         return None
-    lines.append(Series(label="after, largest", style="history", points=_by_turn(sizes, max), markers=True))
+    when = "after" if data.after else "before"  # of a run that ended early
+    lines.append(Series(label=f"{when}, largest", style="history", points=_by_turn(sizes, max), markers=True))
     last = max(point[0] for line in lines for point in line.points)
     lines.append(
         Series(

@@ -599,6 +599,9 @@ def test_memory_tokens_are_drawn_at_their_turn_and_the_budget_at_a_single_one():
     assert _memory_sizes([dataclasses.replace(group, trajectories=[turns])]) == [[2.0, 0.0, 9.0]]
     chart = _memory_size_chart(make_data())
     assert chart is not None and 'class="line budget"' in drawn(chart.chart)
+    assert [key.label for key in chart.keys][1:3] == ["after, mean", "after, largest"]
+    early = _memory_size_chart(dataclasses.replace(make_data(), after=[]))
+    assert early is not None and [key.label for key in early.keys][:2] == ["before, mean", "before, largest"]
 
 
 def test_a_word_is_not_split_for_a_letter_or_two():
