@@ -135,26 +135,28 @@ def _read_items(items: Sequence[InputItem], name: str) -> tuple[str | None, list
     A memory covers all that came before the question in whose turns it was written.
     """
     memory: str | None = None
-    messages, unread = list[ChatMessage](), set[str]()
+    orders, messages, unread = list[ChatMessage](), list[ChatMessage](), set[str]()
+    first, asked = 0, None  # places of the first message that counts, and of the last question
     for index, item in enumerate(items):
         where = f"{name}.{index}"
         if item.type == "message":
-            messages.append(_message({"role": item.role, "content": item.content}, where))
+            message = _message({"role": item.role, "content": item.content}, where)
+            if message.role == "user":
+                asked = len(messages)
+            (orders if message.role in INSTRUCTIONS else messages).append(message)
         elif item.type in _CALLS:
             call = {"function": {"name": item.name, "arguments": item.arguments or item.input}}
             messages.append(_message({"role": "assistant", "tool_calls": [call]}, where))
         elif item.type in _OUTPUTS:
             messages.append(_message({"role": "tool", "content": item.output}, where))
         elif item.type == REFERENCE:
-            message = f"{where} is an {REFERENCE}; send the whole item"
-            raise ApiError(400, message, param=where)
+            raise ApiError(400, f"{where} is an {REFERENCE}; send the whole item", param=where)
         elif item.type == "reasoning" and (item.id or "").startswith(MEMORY):
             if (written := _summary(item, where)) is not None:
-                orders = [message for message in messages if message.role in INSTRUCTIONS]
-                memory, messages = written, orders + _since_the_last_question(messages)
+                memory, first = written, len(messages) if asked is None else asked
         elif item.type != "reasoning" or not (item.id or "").startswith(THOUGHT):
             unread.add(item.type)
-    return memory, messages, unread
+    return memory, orders + messages[first:], unread
 
 
 def _message(fields: dict[str, Any], where: str) -> ChatMessage:
@@ -177,11 +179,6 @@ def _summary(item: InputItem, where: str) -> str | None:
         where = f"{where}.summary"
         raise ApiError(400, f"{where} holds no texts; send the item as the service gave it", param=where)
     return _message({"role": "user", "content": "\n".join(map(str, texts))}, where).content
-
-
-def _since_the_last_question(messages: Sequence[ChatMessage]) -> list[ChatMessage]:
-    last = next((i for i in reversed(range(len(messages))) if messages[i].role == "user"), len(messages))
-    return [message for message in messages[last:] if message.role not in INSTRUCTIONS]
 
 
 def _refuse_other_formats(text: Any) -> None:

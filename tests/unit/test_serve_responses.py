@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
+import time
 import typing
 from collections.abc import Iterator
 from typing import Any
@@ -486,6 +488,27 @@ def test_foreign_items_are_history_and_what_is_not_read_is_listed():
     ours = {"type": "reasoning", "id": "memory_0", "summary": [{"type": "summary_text", "text": "known"}]}
     request = ResponseRequest.model_validate({"input": [*items, ours, {"role": "user", "content": "so?"}]})
     assert read_response(request, takes_instructions=True, knows_user=True).history("before") == f"known\n{expected}"
+
+
+def test_many_memories_are_read_as_fast_as_other_items():
+    def read(items: list[Any]) -> Any:
+        asked = ResponseRequest(input=[*items, {"role": "user", "content": "now?"}])  # pyrefly: ignore[bad-argument-type]
+        return read_response(asked, takes_instructions=True, knows_user=False)
+
+    def turn(number: int) -> list[dict[str, Any]]:
+        memory = {"type": "reasoning", "id": f"memory_{number}", "summary": [{"text": f"m{number}"}]}
+        said = [{"role": "system", "content": f"s{number}"}, {"role": "assistant", "content": f"a{number}"}]
+        return [*said, memory]
+
+    def seconds(num_turns: int) -> float:
+        items, begun = [{"role": "user", "content": "first?"}], time.process_time()
+        read([*items, *itertools.chain.from_iterable(map(turn, range(num_turns)))])
+        return time.process_time() - begun
+
+    found = read([{"role": "user", "content": "old?"}, *turn(0), {"role": "user", "content": "q?"}, *turn(1), *turn(2)])
+    assert found.history() == "m2\nq? a1 a2" and found.asked.instructions == "s0\ns1\ns2"
+    assert read(turn(0)).history() == "m0"
+    assert min(seconds(2000) for _ in range(3)) < 10 * min(seconds(500) for _ in range(3))
 
 
 async def test_old_responses_make_room(tmp_path):

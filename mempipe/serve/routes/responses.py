@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import reprlib
 import secrets
@@ -62,8 +63,11 @@ async def create_response(
     agent = asked.mempipe.agent if asked.mempipe is not None else None
     asked = await _with_whole_items(asked, parts, owner)
     answering = parts.answering
-    read = read_response(
-        asked, takes_instructions=answering.takes_instructions(agent), knows_user=answering.knows_user(agent)
+    read = await asyncio.to_thread(  # the thousands of items of a long history take time
+        read_response,
+        asked,
+        takes_instructions=answering.takes_instructions(agent),
+        knows_user=answering.knows_user(agent),
     )
     previous = asked.previous_response_id
     memory = await _memory_after(previous, parts, owner) if previous is not None else ""
@@ -240,15 +244,19 @@ async def _memory_after(response_id: str, parts: Parts, owner: str) -> str:
 async def _kept(reply: ResponseReply, asked: ResponseRequest, parts: Parts, owner: str) -> ResponseReply:
     """Stores a finished response, if it is to be stored and there is room; returns it with what became of that."""
     if reply.store:
-        assert reply.mempipe is not None, "the response is finished"
-        stored = StoredResponse(
-            id=reply.id,
-            body=reply.model_dump_json(exclude={"mempipe"}),
-            memory=reply.mempipe.memory,
-            items=_ITEMS.dump_json(of_input(asked.input, reply.id)).decode(),
-        )
+        stored = await asyncio.to_thread(_stored, reply, asked)
         return reply.model_copy(update={"store": await parts.store.responses.keep(stored, owner)})
     return reply
+
+
+def _stored(reply: ResponseReply, asked: ResponseRequest) -> StoredResponse:
+    assert reply.mempipe is not None, "the response is finished"
+    return StoredResponse(
+        id=reply.id,
+        body=reply.model_dump_json(exclude={"mempipe"}),
+        memory=reply.mempipe.memory,
+        items=_ITEMS.dump_json(of_input(asked.input, reply.id)).decode(),
+    )
 
 
 async def _happening(
