@@ -142,13 +142,14 @@ def with_legend(figure: Figure) -> Chart:
     chart, shapes, x, row = figure.chart, [], float(_LEFT), 0
     for key in figure.keys:
         label = f"{key.label} ({key.value})" if key.value else key.label
-        width = 34 + _CHAR_WIDTH * len(label)
+        lines = _wrapped(label, chart.width - _RIGHT - _LEFT - 10)
+        width = 34 + _CHAR_WIDTH * max(map(len, lines), default=0)
         if x > _LEFT and x + width > chart.width - _RIGHT:
             x, row = float(_LEFT), row + 1
         y = chart.height + 6 + _ROW * row
         shapes.append(Shape(tag="circle", place={"cx": x, "cy": y, "r": 4}, style=f"marker {key.style}"))
-        shapes.append(_text(label, x + 10, y + 4, "start"))
-        x += width
+        shapes += [_text(line, x + 10, y + 4 + _ROW * below, "start") for below, line in enumerate(lines)]
+        x, row = x + width, row + max(len(lines) - 1, 0)
     height = chart.height + 2 + _ROW * (row + 1) if shapes else chart.height
     return replace(chart, shapes=[*chart.shapes, *shapes], height=height)
 

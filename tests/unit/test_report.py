@@ -23,6 +23,8 @@ from mempipe.reports.charts import (
     Bar,
     BarGroup,
     Chart,
+    Figure,
+    Key,
     Series,
     bar_chart,
     line_chart,
@@ -30,6 +32,7 @@ from mempipe.reports.charts import (
     percent,
     share_bar,
     whole_percent,
+    with_legend,
 )
 from mempipe.reports.examples import choose_examples, examples, shown_turns
 from mempipe.reports.pages import render
@@ -587,6 +590,23 @@ def test_small_shares_and_single_points_have_their_numbers_at_the_axes():
     )
     alone = line_chart([Series(label="", style="a", points=[(211.7, 0.5)], markers=True)], title="t", x_label="tokens")
     assert "212" in {shape.text for shape in alone.shapes}
+
+
+@pytest.mark.parametrize("name", ["a long name of a run " * 8, "a" * 150])
+def test_a_legend_stays_in_its_plot_however_long_a_name_is(name):
+    chart = line_chart([Series(label="", style="a", points=[(1, 0.5), (2, 0.5)])], title="t", x_label="turn")
+    keys = [
+        Key(style="a", label="short"),
+        Key(style="a", label=name, value="5 attempts"),
+        Key(style="a", label="other"),
+    ]
+    drawn_chart = with_legend(Figure(title="t", chart=chart, keys=keys))
+    texts = [shape for shape in drawn_chart.shapes if shape.style == "start"]
+    assert "".join(shape.text for shape in texts).replace(" ", "").startswith(f"short{name}".replace(" ", ""))
+    assert all(shape.place["x"] + 6.8 * len(shape.text) <= chart.width for shape in texts)
+    rows = [shape.place["y"] for shape in texts]
+    assert len({(shape.place["x"], shape.place["y"]) for shape in texts}) == len(texts)
+    assert max(rows) < drawn_chart.height and rows == sorted(rows)
 
 
 def test_memory_tokens_are_drawn_at_their_turn_and_the_budget_at_a_single_one():

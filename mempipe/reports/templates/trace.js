@@ -43,7 +43,7 @@ function filter() {
 function item(each) {
   const mark = element("span", {class: each.right ? "right" : "wrong"}, each.right ? "✓ " : "✗ ");
   const facts = [each.phase, each.end, counted(each.turns.at(-1)?.last ?? 0), `reward ${each.reward.toFixed(2)}`, each.lost ? "lost a fact" : ""];
-  const button = element("button", {type: "button"}, mark, each.question, element("small", {}, facts.filter(Boolean).join(" · ")));
+  const button = element("button", {type: "button"}, element("span", {class: "question"}, mark, each.question), element("small", {}, facts.filter(Boolean).join(" · ")));
   button.addEventListener("click", () => select(each));
   return element("li", {}, button);
 }
