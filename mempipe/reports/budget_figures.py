@@ -27,7 +27,7 @@ def score_by_part(study: BudgetStudy) -> Figure:
             lines.append(_series([(float(each.memory_tokens), each.measured.score) for each in curve.points], style))
             keys.append(Key(style=style, label=f"{curve.agent}, {part.label}"))
     title = f"{study.metric} by memory budget and part"
-    chart = line_chart(lines, title=title, x_label="tokens of the memory", y_format=percent)
+    chart = line_chart(lines, title=title, x_label="tokens of the memory", y_format=percent, doubles=True)
     return Figure(title=title, chart=chart, keys=keys, caption=_WHISKERS)
 
 
@@ -44,7 +44,7 @@ def score_by_budget(study: BudgetStudy, part: StudyPart) -> Figure:
         lines.append(Series(label="", style=f"{style_of(index)} dashed", points=ends))
         keys.append(Key(style=style_of(index), label=reference.agent, value="no budget"))
     title = f"{study.metric} by memory budget{_of(study, part)}"
-    chart = line_chart(lines, title=title, x_label="tokens of the memory", y_format=percent)
+    chart = line_chart(lines, title=title, x_label="tokens of the memory", y_format=percent, doubles=True)
     return Figure(title=title, chart=chart, keys=keys, caption=_WHISKERS)
 
 
@@ -88,7 +88,7 @@ def _figures_by_hops(title: str, by_hops: Mapping[int, Mapping[int, Sequence[Res
         budgets[hops] = list(zip(map(float, asked), scores, strict=True))
         costs[hops] = sorted(zip(map(tokens_per_attempt, asked.values()), scores, strict=True))
     return [
-        _hops_figure(f"{title} by memory budget and hops", budgets, "tokens of the memory"),
+        _hops_figure(f"{title} by memory budget and hops", budgets, "tokens of the memory", doubles=True),
         _hops_figure(f"{title} by tokens and hops", costs, "tokens read and written"),
     ]
 
@@ -120,16 +120,18 @@ def _causes_figure(title: str, asked: Mapping[int, Sequence[ResultRow]]) -> Figu
             keys.append(Key(style=style_of(index), label=cause.replace("_", " ")))
     if not series:
         return None
-    chart = line_chart(series, title=title, x_label="tokens of the memory", y_format=percent)
+    chart = line_chart(series, title=title, x_label="tokens of the memory", y_format=percent, doubles=True)
     caption = "Shares of all answers; a right one has no cause, nor has one whose needed facts are not known."
     return Figure(title=title, chart=chart, keys=keys, caption=caption)
 
 
-def _hops_figure(title: str, lines: Mapping[int, Sequence[tuple[float, float]]], x_label: str) -> Figure:
+def _hops_figure(
+    title: str, lines: Mapping[int, Sequence[tuple[float, float]]], x_label: str, *, doubles: bool = False
+) -> Figure:
     styles = {hops: style_of(index) for index, hops in enumerate(lines)}
     series = [Series(label="", style=styles[hops], points=points, markers=True) for hops, points in lines.items()]
     keys = [Key(style=style, label=hops_label(hops)) for hops, style in styles.items()]
-    chart = line_chart(series, title=title, x_label=x_label, y_format=percent)
+    chart = line_chart(series, title=title, x_label=x_label, y_format=percent, doubles=doubles)
     return Figure(title=title, chart=chart, keys=keys, caption="Questions whose hops are known.")
 
 

@@ -161,9 +161,12 @@ def line_chart(
     x_label: str,
     y_format: Callable[[float], str] = number,
     y_max: float | None = None,
+    doubles: bool = False,
     size: tuple[int, int] = WIDE,
 ) -> Chart:
-    """Draws lines over a common x axis. The y axis starts at 0 unless a value is below it."""
+    """Draws lines over a common x axis. The y axis starts at 0 unless a value is below it. With `doubles` two x have
+    the distance of their logarithms, and the ticks are at the x themselves.
+    """
     ends = [(x, end) for line in series for x, *both in line.intervals for end in both]
     finite = [(x, y) for line in series for x, y in line.points if math.isfinite(y)] + ends
     assert finite, f"chart {title!r} has no finite point"
@@ -171,7 +174,14 @@ def line_chart(
     y_ticks = _ticks(lowest, y_max or (highest if highest > lowest else lowest + 1), size[1] // 60)
     x_low, x_high = min(x for x, _ in finite), max(x for x, _ in finite)
     x_ticks = [tick for tick in _ticks(x_low, x_high, size[0] // 80, whole=True) if x_low <= tick <= x_high]
-    plot = _Plot(x=(x_low, x_high if x_high > x_low else x_low + 1), y=(y_ticks[0], y_ticks[-1]), size=size)
+    plot = _Plot(
+        x=(x_low, x_high if x_high > x_low else x_low + 1),
+        y=(y_ticks[0], y_ticks[-1]),
+        size=size,
+        scale=math.log if doubles else float,
+    )
+    if doubles:
+        x_ticks = _apart(plot, sorted({x for x, _ in finite}))
     parts = [*_grid(plot, y_ticks, y_format), *_x_axis(plot, x_ticks or [x_low], x_label)]
     for line in series:
         parts += _line(plot, line)
@@ -179,7 +189,7 @@ def line_chart(
     if size != WIDE:
         return chart
     options: dict[str, Any] = {"title": title, "x_label": x_label, "y_format": y_format, "y_max": y_max}
-    return replace(chart, narrow=line_chart(series, **options, size=NARROW))
+    return replace(chart, narrow=line_chart(series, **options, doubles=doubles, size=NARROW))
 
 
 def bar_chart(
@@ -233,6 +243,7 @@ class _Plot:
     x: tuple[float, float]
     y: tuple[float, float]
     size: tuple[int, int] = WIDE
+    scale: Callable[[float], float] = float
 
     @property
     def right(self) -> float:
@@ -243,7 +254,8 @@ class _Plot:
         return self.size[1] - _BOTTOM
 
     def px(self, x: float) -> float:
-        return _LEFT + (x - self.x[0]) / (self.x[1] - self.x[0]) * (self.right - _LEFT)
+        low, high = map(self.scale, self.x)
+        return _LEFT + (self.scale(x) - low) / (high - low) * (self.right - _LEFT)
 
     def py(self, y: float) -> float:
         return self.bottom - (y - self.y[0]) / (self.y[1] - self.y[0]) * (self.bottom - _TOP)
@@ -258,6 +270,15 @@ def _ticks(low: float, high: float, about: int, *, whole: bool = False) -> list[
         step = max(1.0, math.ceil(step))
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     return [step * index for index in range(first, last + 1)]
+
+
+def _apart(plot: _Plot, ticks: Sequence[float]) -> list[float]:
+    """Returns ascending ticks without those whose number would touch the one before."""
+    kept: list[float] = []
+    for tick in ticks:
+        if not kept or plot.px(tick) - plot.px(kept[-1]) > _CHAR_WIDTH * (len(f"{tick:,.0f}") + 1):
+            kept.append(tick)
+    return kept
 
 
 def _grid(plot: _Plot, ticks: Sequence[float], y_format: Callable[[float], str]) -> list[Shape]:

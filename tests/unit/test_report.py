@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+import itertools
 import json
 import math
 import re
@@ -590,6 +591,22 @@ def test_small_shares_and_single_points_have_their_numbers_at_the_axes():
     )
     alone = line_chart([Series(label="", style="a", points=[(211.7, 0.5)], markers=True)], title="t", x_label="tokens")
     assert "212" in {shape.text for shape in alone.shapes}
+
+
+def test_budgets_that_double_are_as_far_apart_and_named_at_the_axis():
+    budgets = [16, 32, 64, 128, 256, 512, 1024]
+    series = [Series(label="", style="a", points=[(float(each), 0.5) for each in budgets], markers=True)]
+    wide = line_chart(series, title="t", x_label="tokens", doubles=True)
+    assert wide.narrow is not None
+    for chart in (wide, wide.narrow):
+        places = [shape.place["cx"] for shape in chart.shapes if shape.tag == "circle"]
+        assert len({round(after - before, 3) for before, after in itertools.pairwise(places)}) == 1
+        assert [shape.text for shape in chart.shapes if shape.style == "tick"] == [f"{n:,}" for n in budgets] + [
+            "tokens"
+        ]
+    near = [Series(label="", style="a", points=[(100.0, 0.5), (101.0, 0.5), (800.0, 0.5)])]
+    chart = line_chart(near, title="t", x_label="tokens", doubles=True)
+    assert [shape.text for shape in chart.shapes if shape.style == "tick"] == ["100", "800", "tokens"]
 
 
 @pytest.mark.parametrize("name", ["a long name of a run " * 8, "a" * 150])
