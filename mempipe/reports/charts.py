@@ -19,9 +19,9 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 58, 16, 14, 46
 _NUM_STYLES = 10  # part-0 to part-9 of the style sheet
 _SHARE_SIZE = (1000, 1)  # the page stretches it
 _CHAR_WIDTH, _VALUE_CHAR_WIDTH, _ROW = 6.8, 6.2, 16
-_OVERHANG = 2  # letters by which a word may be wider than its room before it is split
+_OVERHANG = 2  # letters by which a word may be wider than its room before it is split, fewer in a small one
 _VALUE_OVERHANG = 2  # px by which a value may be wider than its bar
-_GAP = 4  # px between two bars, less between narrow ones
+_GAP = 4  # px between two bars, less between narrow ones, and between two labels
 _LEAST_NOTE_ROOM = 60  # px; notes below narrower groups would be columns of single words
 
 
@@ -327,9 +327,9 @@ def _bar(plot: _Plot, bar: Bar, x: float, width: float, y_format: Callable[[floa
 
 
 def _wrapped(text: str, room: float) -> list[str]:
-    width = max(4, math.floor(room / _CHAR_WIDTH))
-    longest = max(map(len, text.split()), default=0)
-    return textwrap.wrap(text, longest if width < longest <= width + _OVERHANG else width)
+    width = max(4, math.floor((room - _GAP) / _CHAR_WIDTH))
+    longest, overhang = max(map(len, text.split()), default=0), min(_OVERHANG, max(1, width // 5))
+    return textwrap.wrap(text, longest if width < longest <= width + overhang else width)
 
 
 def _rule(x1: float, y1: float, x2: float, y2: float, style: str) -> Shape:

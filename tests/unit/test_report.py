@@ -652,6 +652,20 @@ def test_a_word_is_not_split_for_a_letter_or_two():
     assert len(drawn_labels("a" * 40, 6)) > 6, "a longer one is split, and stays in its room"
 
 
+def test_names_of_sets_do_not_touch_each_other_on_a_phone():
+    names = ["HotpotQA", "2WikiMultihopQA", "MuSiQue", "Bamboogle", "TriviaQA", "PopQA", "NaturalQuestions"]
+    chart = bar_chart([BarGroup(label=name, bars=[Bar(value=0.5, style="x")]) for name in names], title="t", y_max=1.0)
+    assert chart.narrow is not None
+    for drawn_chart in (chart, chart.narrow):
+        rows: dict[float, list[tuple[float, float]]] = {}
+        for shape in drawn_chart.shapes:
+            if shape.style == "label":
+                half = 6.8 * len(shape.text) / 2
+                rows.setdefault(shape.place["y"], []).append((shape.place["x"] - half, shape.place["x"] + half))
+        for row in rows.values():
+            assert all(end < start for (_, end), (start, _) in itertools.pairwise(row))
+
+
 def test_a_gap_in_the_numbers_is_a_gap_in_the_line():
     points = [(0, 1.0), (1, 2.0), (2, math.nan), (3, 4.0), (4, 5.0), (5, math.inf), (6, 1.0)]
     chart = line_chart([Series(label="x", style="after", points=points)], title="t", x_label="step")
