@@ -9,7 +9,7 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from mempipe.serve.http.gate import Gate
+from mempipe.serve.http.gate import Gate, _wished_wait
 from mempipe.serve.http.places import Places
 
 
@@ -153,6 +153,21 @@ def held(**limits: Any) -> tuple[Any, asyncio.Event, list[str]]:
 
     limits = {"max_in_flight": 1, "max_waiting": 10, "max_wait_s": 5.0} | limits
     return Gate(app, max_body_bytes=10, **limits), go_on, answered
+
+
+@pytest.mark.parametrize(
+    ("lines", "seconds"),
+    [
+        (["wait=3"], 3.0),
+        (["respond-async", 'wait="7"'], 7.0),
+        (["a=1; wait = 5"], 5.0),
+        (["nowait=3"], None),
+        ([], None),
+    ],
+)
+def test_the_wish_to_wait_is_read_in_every_form_of_its_header(lines, seconds):
+    headers = [(b"prefer", line.encode()) for line in lines]
+    assert _wished_wait({"type": "http", "headers": headers}) == seconds
 
 
 async def test_the_gate_lets_those_wait_that_ask_for_it():

@@ -23,7 +23,7 @@ from mempipe.serve.http.retry_after import RETRY_AFTER_S, Returns, retry_header
 BODY_TIMEOUT_S = 30.0
 """Seconds in which the body of a request has to arrive."""
 
-_WAIT = re.compile(r"(?:^|[,;\s])wait=([0-9]{1,6})(?:$|[,;\s])", re.IGNORECASE)
+_WAIT = re.compile(r"""(?:^|[,;\s])wait\s*=\s*(["]?)([0-9]{1,6})\1(?:$|[,;\s])""", re.IGNORECASE)
 
 Refuse = Callable[[int, str, float], Response]
 """Makes the answer of a refused request, in the error format of the service: from its status, its reason, and the
@@ -221,8 +221,8 @@ def _is_text(body: bytes) -> bool:
 
 def _wished_wait(scope: Scope) -> float | None:
     """Returns the seconds that a client wants to wait for a place: `Prefer: wait=N` (RFC 7240); None without."""
-    match = _WAIT.search(Headers(scope=scope).get("prefer", ""))
-    return float(match[1]) if match else None
+    match = _WAIT.search(",".join(Headers(scope=scope).getlist("prefer")))
+    return float(match[2]) if match else None
 
 
 async def _no_body() -> Message:
