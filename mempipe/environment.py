@@ -67,7 +67,7 @@ EVERY_PROCESS = {
 
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Addresses of this machine, which no HTTP proxy can reach."""
+"""Names of this machine that only its own processes reach, and no HTTP proxy."""
 PROXIES = [case(f"{scheme}_proxy") for scheme in ("http", "https", "all") for case in (str.lower, str.upper)]
 """Variables that name an HTTP proxy."""
 

@@ -20,8 +20,6 @@ NVIDIA_SMI_S = 60.0
 """Seconds in which nvidia-smi must answer. Where no process keeps the driver loaded, it initialises every GPU first, so
 that a machine with eight of them takes half a minute."""
 DEFAULT_GPU_GIB = 79.2  # as CUDA reports 80
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-"""Names of this machine that only its own processes reach."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

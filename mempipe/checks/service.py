@@ -9,11 +9,12 @@ from collections.abc import Mapping
 
 from mempipe.agents.protocol import Tokenizer
 from mempipe.checks.findings import Finding, attempt, fatal
-from mempipe.checks.machine import LOOPBACK, check_local_service
+from mempipe.checks.machine import check_local_service
 from mempipe.checks.models import check_model
 from mempipe.checks.run import check_retrieval
 from mempipe.config import RunConfig
 from mempipe.engines.tokenizer import load_tokenizer
+from mempipe.environment import LOOPBACK
 from mempipe.rollout import make_renderer
 from mempipe.settings import ConfigError
 

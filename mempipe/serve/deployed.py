@@ -10,7 +10,8 @@ from pydantic import ValidationError
 from ray.serve.schema import HTTPOptionsSchema, ServeApplicationSchema, ServeDeploySchema
 
 from mempipe.checks.findings import Finding, fatal, note, ok
-from mempipe.checks.machine import LOOPBACK, Devices, check_port
+from mempipe.checks.machine import Devices, check_port
+from mempipe.environment import LOOPBACK
 from mempipe.evaluation.suite import merged
 from mempipe.kinds import AGENT_APP, ENGINE_APP
 from mempipe.loader import load_values, parse_overrides, parse_section

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
-from mempipe.checks.machine import LOOPBACK
+from mempipe.environment import LOOPBACK
 from mempipe.serve.http.errors import Refusal
 from mempipe.serve.http.paths import path_of
 from mempipe.serve.http.retry_after import MAX_RETRY_AFTER_S, RETRY_AFTER_S
