@@ -133,3 +133,11 @@ def test_a_slow_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     with pytest.raises(ConfigError, match=r"no fast tokenizer \(tokenizer.json\) can be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+def test_a_template_that_writes_the_date_gives_the_same_prompt_on_every_day():
+    """A run that is resumed on another day compares the hash of its prompt with that of its beginning."""
+    dated = "Today Date: {{ strftime_now('%d %b %Y') }}\n{{ messages[0].content }}"
+    tokenizer = build_tokenizer(chat_template=dated)
+    shown = tokenizer.render_chat([{"role": "user", "content": "x"}], add_generation_prompt=True)
+    assert shown == "Today Date: 26 Jul 2024\nx"
