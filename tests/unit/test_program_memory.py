@@ -4,22 +4,24 @@ that are computed from it. Further: who asks, for a memory that lasts.
 
 from __future__ import annotations
 
+import asyncio
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
-from agent_builders import build_question, build_tokenizer
+from agent_builders import Library, ScriptedEngine, build_question, build_tokenizer
 from openai import AsyncOpenAI
 from program_builders import attempt, config_of
 
-from mempipe.agents.program.programs import CommandProgram, Program
+from mempipe.agents.program.programs import CommandProgram, FunctionProgram, Program
 from mempipe.api.sweep import with_memory
 from mempipe.config import RunConfig
 from mempipe.evaluation.memory_quality import memory_quality
+from mempipe.rollout import make_agent
 from mempipe.settings import ConfigError
-from mempipe.types import EndReason, Evidence, Group, Trajectory
+from mempipe.types import Completion, EndReason, Evidence, Group, Trajectory
 from mempipe.user_code import UserCodeError
 
 TOKENIZER = build_tokenizer()
@@ -220,3 +222,25 @@ def test_its_budget_can_be_swept():
     assert with_memory(config, 16).budget.memory_limit == 16
     with pytest.raises(ConfigError, match="no memory budget to sweep"):
         with_memory(limited("budget.memory_tokens=null"), 16)
+
+
+async def test_a_request_that_is_given_up_states_no_memory():
+    async def solve(question: str, client: AsyncOpenAI, search: Callable[..., Any]) -> str:
+        first = await ask(client, "m0", memory="m0")
+        for texts in (["m1 wrong"], ["m0", first, "m1 wrong"]):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(ask(client, *texts, memory="m1 wrong"), 0.05)
+        await ask(client, "m2", memory="m2")
+        return "Paris"
+
+    config, script = limited(), ScriptedEngine(TOKENIZER, ["a", "b"])
+
+    async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        if "wrong" in TOKENIZER.decode(token_ids):
+            await asyncio.sleep(60)
+        return await script(token_ids, max_tokens=max_tokens)
+
+    agent = make_agent(config, tokenizer=TOKENIZER, generate=generate, search=Library())
+    agent.renderer.program = FunctionProgram(solve, timeout_s=60)
+    played = await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
+    assert memories(played) == [("m0", "m2"), ("m2", "")]

@@ -121,7 +121,7 @@ class Gateway:
                 EndReason.CONTEXT_LIMIT,
                 f"the messages have {num_prompt_tokens} tokens, and budget.context_tokens is {budget.context_tokens}",
             )
-        self._take_memory(request.memory, turn, opens=not start)
+        take_memory_back = self._take_memory(request.memory, turn, opens=not start)
         turn.inject(added)
         if start:
             self._open.remove(context)  # until it has its reply
@@ -130,6 +130,7 @@ class Gateway:
             limit = min(budget.action_tokens, room, request.max_tokens or room)
             message = await self.sample(turn, max_tokens=limit, stop_texts=request.stop_texts)
         except BaseException:  # the program has given up the request, too
+            take_memory_back()
             if start:
                 turn.cut(start)
                 self._open.append(context)
@@ -168,25 +169,25 @@ class Gateway:
         """Returns the memory that the program starts from: that of a session in a service, else ""."""
         return self.renderer.tokenizer.decode(getattr(self.renderer, "empty_memory", []))
 
-    def _take_memory(self, text: str | None, turn: Turn, *, opens: bool) -> None:
+    def _take_memory(self, text: str | None, turn: Turn, *, opens: bool) -> Callable[[], None]:
+        """Takes the memory that a request states. Returns what takes it back."""
         limit = self.renderer.budget.memory_tokens
-        if limit is None:
-            return
-        if text is not None:
+        if limit is not None and text is not None:
             token_ids = self.renderer.encode(text)
             if len(token_ids) > limit:
                 raise self._ended(
                     EndReason.MEMORY_OVERFLOW,
                     f"metadata.memory has {len(token_ids)} tokens, and budget.memory_tokens is {limit}",
                 )
-            self.memories.state(Memory(token_ids=token_ids, text=text), turn, opens=opens)
-        elif opens:
+            return self.memories.state(Memory(token_ids=token_ids, text=text), turn, opens=opens)
+        if limit is not None and opens:
             if self.turns and self.memories.newest is None:
                 raise Refused(
                     f"budget.memory_tokens is {limit}, and the attempt is in its second context without a memory; "
                     'state in metadata.memory which part of the messages is the memory ("" for none yet)'
                 )
             self.memories.inherit(turn)
+        return lambda: None
 
     async def search(self, query: str) -> list[str]:
         """Returns the texts of the passages, best first. The search belongs to the newest context. An empty query finds

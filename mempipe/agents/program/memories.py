@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from mempipe.agents.turn import Memory, Turn
@@ -21,16 +21,28 @@ class StatedMemories:
     _unfinished: list[Turn] = field(default_factory=list)
     """Contexts in which the policy has written something since the newest memory."""
 
-    def state(self, memory: Memory, turn: Turn, *, opens: bool) -> None:
-        """Takes the memory of a request in the context `turn`, which it opens or continues."""
-        if not opens and self.newest is not None and memory.text == self.newest.text:
-            return
+    def state(self, memory: Memory, turn: Turn, *, opens: bool) -> Callable[[], None]:
+        """Takes the memory of a request in the context `turn`, which it opens or continues. Returns what takes it back,
+        for a request that is given up.
+        """
+        before, left = self.newest, [(each, each.new_memory) for each in self._unfinished]
+        if not opens and before is not None and memory.text == before.text:
+            return lambda: None
         self.newest = memory
         for each in self._unfinished:
-            each.new_memory = self.newest
+            each.new_memory = memory
         self._unfinished.clear()
         if opens:
-            turn.memory = self.newest
+            turn.memory = memory
+
+        def take_back() -> None:
+            if self.newest is memory:  # no other request has stated one meanwhile
+                self.newest = before
+                for each, earlier in left:
+                    each.new_memory = earlier
+                    self.wrote(each)
+
+        return take_back
 
     def inherit(self, turn: Turn) -> None:
         """Takes a request that opens the context `turn` and states no memory. Its prompt holds none."""
