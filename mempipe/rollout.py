@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 Control = Literal["no_memory", "no_search"]
 """The component that a control run removes, to measure the model without it."""
-_PROBE = Question(id="probe", text="?", golden_answers=["?"], context="?")
+PROBE = Question(id="probe", text="?", golden_answers=["?"], context="?")
 
 
 def make_renderer(config: RunConfig, *, tokenizer: Tokenizer) -> Renderer[Any]:
@@ -83,7 +83,7 @@ def _bound(
 def prompt_hash(config: RunConfig, *, tokenizer: Tokenizer) -> str:
     """Returns the hash of the first prompt's ids for a fixed question: it covers prompt set, chat template, tool and
     tokenizer. It is "" for an agent that ends without a prompt."""
-    token_ids = first_prompt(config, _PROBE, tokenizer=tokenizer)
+    token_ids = first_prompt(config, PROBE, tokenizer=tokenizer)
     return hashlib.sha256(json.dumps(token_ids).encode()).hexdigest()[:16] if token_ids else ""
 
 

@@ -115,8 +115,8 @@ class MemTrainRenderer(MemAgentRenderer):
         self.template_tokens = max(self.template_tokens, self._recall.num_tokens)
         self._check_budget()
 
-    def check(self, question: Question) -> None:
-        super().check(question)
+    def check_trained(self, question: Question) -> None:
+        super().check_trained(question)
         if self.num_recalls and not question.recall_targets:
             raise UnfitQuestion(
                 f"question {question.id} has no recall_targets; agent.num_recalls {self.num_recalls} needs entities of "

@@ -131,6 +131,10 @@ class Renderer(Generic[B]):
         """Raises UnfitQuestion when the agent cannot take the question within its budget."""
         self.question(question)
 
+    def check_trained(self, question: Question) -> None:
+        """Raises UnfitQuestion when the agent cannot take the question, or cannot be trained on it."""
+        self.check(question)
+
     def prepare(self, question: Question) -> None:
         """Encodes the text that a rollout of the question reads first and keeps the ids, so that the rollout does not
         wait. Raises UnfitQuestion as `check` does.

@@ -5,11 +5,11 @@ This imports transformers, so it comes after the checks that need nothing heavy.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.agents.registry import BUILT_IN
-from mempipe.agents.rendering import Renderer
 from mempipe.checks.models import model_folder
 from mempipe.config import RunConfig
 from mempipe.data.config import Columns
@@ -18,8 +18,9 @@ from mempipe.data.qa import iter_questions
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.provenance import files_sha256, model_sha256
 from mempipe.retrieval.manifest import MANIFEST, index_sha256
-from mempipe.rollout import make_renderer, prompt_hash
+from mempipe.rollout import PROBE, agent_code, make_renderer, prompt_hash
 from mempipe.settings import ConfigError
+from mempipe.types import Question
 
 
 def check_inputs(config: RunConfig) -> str:
@@ -28,8 +29,12 @@ def check_inputs(config: RunConfig) -> str:
     Raises ConfigError when the tokenizer cannot serve, and when template, budget or questions do not fit.
     """
     renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
+    if config.reward.information_weight:
+        with agent_code(config, "its answer_probe cannot be made", passing=(ConfigError,)):
+            renderer.answer_probe(PROBE, "")  # refuses an agent that has none
     for path in filter(None, (config.data.train, config.data.validation)):
-        with_evidence = _check_questions(path, renderer, columns=config.data.columns)
+        check = renderer.check_trained if path == config.data.train else renderer.check
+        with_evidence = _check_questions(path, check, columns=config.data.columns)
         if path == config.data.train and "kept_fact" in config.reward.per_turn and not with_evidence:
             raise ConfigError(
                 f"reward.per_turn pays kept_fact, but no question of data.train {path} has evidence; `mempipe data "
@@ -54,14 +59,14 @@ def hash_inputs(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _check_questions(path: str, renderer: Renderer, *, columns: Columns) -> int:
+def _check_questions(path: str, check: Callable[[Question], None], *, columns: Columns) -> int:
     """Returns how many questions of the file have evidence. Raises ConfigError where some do not fit."""
     count, with_evidence, unfit = 0, 0, []
     for question in iter_questions(path, columns=columns):
         count += 1
         with_evidence += bool(question.evidence)
         try:
-            renderer.check(question)
+            check(question)
         except UnfitQuestion as error:
             unfit.append(str(error))
     if unfit:

@@ -14,6 +14,7 @@ from agent_builders import (
     assert_token_exact,
     build_question,
     build_tokenizer,
+    hf_tokenizer,
     segments,
 )
 from compaction_agent.agent import CompactionRenderer
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from scripted_play import QUESTIONS, rollout, searches, tiny_tokenizer
 from tagged_builders import PARTS, SEARCH, SEARCHES, TOKENIZER
 
+from mempipe.checks.inputs import check_inputs
 from mempipe.config import RunConfig
 from mempipe.data.scripted_agents import NO_NOISE, Noise
 from mempipe.engines.tokenizer import HFTokenizer
@@ -176,3 +178,10 @@ async def test_a_faulty_script_forgets_and_stays_in_its_grammar():
         assert played.end_reason in (EndReason.ANSWERED, EndReason.MAX_TURNS)
         right += [(played.answer or "").strip()] == question.golden_answers
     assert right < len(QUESTIONS) / 2
+
+
+def test_an_information_gain_that_it_has_no_probe_for_is_refused_before_a_start(tmp_path):
+    hf_tokenizer("qwen2_5").save_pretrained(tmp_path)
+    overrides = ["reward.information_weight=0.5", f"model.path={tmp_path}", "budget.context_tokens=8192"]
+    with pytest.raises(ConfigError, match=r"reward\.information_weight is for agents that answer from a memory"):
+        check_inputs(config_of("prompts.yaml", *overrides))

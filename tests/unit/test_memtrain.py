@@ -203,10 +203,16 @@ async def test_without_recalls_it_is_memagent():
     assert (len(played.contexts), played.recalls) == (4, [])
 
 
-def test_a_question_without_targets_is_refused_before_anything_starts():
+def test_a_question_without_targets_is_refused_before_a_training_starts():
     with pytest.raises(UnfitQuestion, match=r"question q-1 has no recall_targets; agent.num_recalls 2"):
-        build_renderer().check(document(recall_targets=[]))
-    build_renderer(num_recalls=0).check(document(recall_targets=[]))
+        build_renderer().check_trained(document(recall_targets=[]))
+    build_renderer(num_recalls=0).check_trained(document(recall_targets=[]))
+
+
+async def test_a_trained_agent_is_asked_about_a_text_of_anybody():
+    build_renderer().check(document(recall_targets=[]))
+    played = await play(Policy(answer="\\boxed{Velmora}", recalls=[]), question=document(recall_targets=[]))
+    assert (played.answer, played.recalls) == ("Velmora", [])
 
 
 async def test_a_fault_in_a_recall_is_a_fault_of_the_attempt():
