@@ -242,12 +242,16 @@ def _exported_values(folder: Path, changes: Mapping[str, Any]) -> dict[str, Any]
     agent = section_values(values, "agent")
     if agent.get("prompts") == PROMPTS_FILE:
         values["agent"] = {**agent, "prompts": str(folder / PROMPTS_FILE)}
-    servers = [] if "mcp_servers" in section_values(changes, "agent") else agent.get("mcp_servers") or []
-    for server in servers:
-        if isinstance(server, dict) and server.get("command"):
+    servers, program = agent.get("mcp_servers") or [], agent.get("program")
+    started = {
+        "mcp_servers": [each["command"] for each in servers if isinstance(each, dict) and each.get("command")],
+        "program": program[:1] if isinstance(program, list) else [],
+    }
+    for name, commands in started.items():
+        if commands and name not in section_values(changes, "agent"):
             raise ConfigError(
-                f"{folder / AGENT_FILE}: agent.mcp_servers starts the command {server['command']!r} on this machine; "
-                "if you trust it, give the setting agent.mcp_servers yourself, with the same value"
+                f"{folder / AGENT_FILE}: agent.{name} starts the command {commands[0]!r} on this machine; if you trust "
+                f"it, give the setting agent.{name} yourself, with the same value"
             )
     return values
 

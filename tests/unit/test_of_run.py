@@ -231,6 +231,17 @@ def test_a_folder_from_elsewhere_starts_no_program(tmp_path):
     assert not ran.exists()
 
 
+def test_a_folder_from_elsewhere_starts_no_command_as_its_program(tmp_path):
+    program = {"agent": {"name": "program", "program": ["touch", str(tmp_path / "ran")]}}
+    exported = make_model(tmp_path / "exported", agent=program)
+    write_questions(tmp_path / "mine.parquet", QUESTIONS[:3])
+    words = [str(tmp_path / "mine.parquet"), "retrieval.index=my-index"]
+    with pytest.raises(ConfigError, match=r"mempipe\.yaml: agent\.program starts the command 'touch'"):
+        evaluation_of(str(exported), words)
+    suite = evaluation_of(str(exported), [*words, "agent.program=[sh, mine.sh]"])
+    assert resolve_run(suite, suite.runs[0]).agent.model_dump()["program"] == ["sh", "mine.sh"]
+
+
 def test_a_run_is_swept_over_shares_of_its_memory(run, tmp_path):
     sweep = sweep_of(str(run))
     assert (sweep.budgets, [each.name for each in sweep.runs], sweep.name) == ([4, 8, 16, 32, 64], ["trained"], "quick")
