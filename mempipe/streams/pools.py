@@ -18,10 +18,10 @@ import ray.data
 from ray.data import ActorPoolStrategy, DataContext
 from ray.data.block import BlockMetadata
 from ray.data.datasource import Datasource, ReadTask
-from ray.exceptions import RayTaskError
+from ray.exceptions import RayActorError, RayTaskError
 from ray.util.annotations import RayDeprecationWarning
 
-from mempipe.actors.lost import RoleLost, is_lost, one_line
+from mempipe.actors.lost import RoleLost, is_lost, one_line, refusal
 from mempipe.settings import ConfigError
 
 SOURCE_CPUS = 0.01
@@ -84,12 +84,17 @@ def stream_tables(
         yield from dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     except RayTaskError as error:
         for kind in raises:
-            if failed := re.search(rf"{kind.__name__}: (.+(?:\n  .+)*)", str(error)):  # with its list of bad rows
-                raise kind(failed[1]) from error
+            # With its list of bad rows. The last one: those before it may be in the frame of a group of errors.
+            if failed := re.findall(rf"{kind.__name__}: (.+(?:\n  .+)*)", str(error)):
+                raise kind(failed[-1]) from error
         if is_lost(error):
             raise RoleLost(f"the stream of {rows} lost an actor: {one_line(error)}") from error
         if failed := re.search(r"OSError: (\[Errno \d+\] .+)", str(error)):  # a full disk, above all
             raise OSError(failed[1]) from error
+        raise
+    except RayActorError as error:
+        if refused := refusal(error):
+            raise ConfigError(refused) from error
         raise
 
 
