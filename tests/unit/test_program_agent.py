@@ -30,6 +30,7 @@ from program_agent.script import ScriptedProgram
 from pydantic import SecretStr
 from scripted_play import QUESTIONS, rollout, searches, tiny_tokenizer
 
+from mempipe.agents.program import programs
 from mempipe.agents.program.programs import FunctionProgram, Program, ProgramStopped
 from mempipe.agents.program.rendering import ProgramRenderer, Said
 from mempipe.config import RunConfig
@@ -767,3 +768,21 @@ async def test_a_faulty_script_forgets_and_stays_in_its_grammar():
         assert played.end_reason in (EndReason.ANSWERED, EndReason.NO_ACTION, EndReason.MAX_TURNS)
         right += [played.answer] == question.golden_answers
     assert right < len(QUESTIONS) / 2
+
+
+async def test_a_function_that_catches_even_its_end_is_left_behind(monkeypatch):
+    monkeypatch.setattr(programs, "_END_S", 0.5)
+    released = asyncio.Event()
+
+    async def program(question: str, client: AsyncOpenAI, search: Any) -> str:
+        await ask(client, [user("a")])
+        while not released.is_set():
+            try:
+                await released.wait()
+            except BaseException:
+                continue
+        return "too late"
+
+    with pytest.raises(ProgramStopped, match=r"took longer than agent\.timeout_s 0\.1 for question q-1"):
+        await asyncio.wait_for(play(["Paris"], FunctionProgram(program, timeout_s=0.1)), 20)
+    released.set()

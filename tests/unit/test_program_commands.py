@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray.data
 import uvloop
 from agent_builders import Library, ScriptedEngine, Step, assert_token_exact, build_question, build_tokenizer
+from ray.exceptions import RayTaskError
 
 from mempipe.agents.program.programs import ProgramStopped
 from mempipe.checks.run import check_run
@@ -22,6 +24,7 @@ from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
 from mempipe.settings import ConfigError
+from mempipe.streams.pools import stream_tables
 from mempipe.types import Completion, EndReason, Trajectory
 from mempipe.user_code import UserCodeError
 
@@ -285,3 +288,31 @@ async def ended(pid: int) -> bool:
             return True
         await asyncio.sleep(0.05)
     return False
+
+
+async def test_the_end_of_a_commands_errors_comes_through_the_stream_of_groups(command, monkeypatch):
+    with pytest.raises(UserCodeError) as failed:
+        await play(["Paris"], command("ask('a'); {}['answer']"))
+    trace = f"Traceback (most recent call last):\n{type(failed.value).__module__}.UserCodeError: {failed.value}\n"
+
+    class Failed:
+        def iter_batches(self, **_: Any) -> Any:
+            raise RayTaskError("play", trace, ValueError("lost"))
+
+    monkeypatch.setattr(ray.data, "read_datasource", lambda *_, **__: Failed())
+    with pytest.raises(UserCodeError) as told:
+        list(stream_tables(lambda: [], [], rows="trajectories", raises=(UserCodeError,)))
+    assert str(told.value) == str(failed.value) and str(told.value).endswith("\n  KeyError: 'answer'")
+
+
+async def test_a_command_that_cannot_be_started_is_an_error_that_names_it(tmp_path):
+    script = tmp_path / "agent"
+    script.write_text("echo Paris\n")
+    script.chmod(0o755)
+    with pytest.raises(UserCodeError, match=r"agent\.program \S+ cannot be started: \[Errno 8\] Exec format error"):
+        await play([], [str(script)])
+
+
+@pytest.mark.parametrize("words", [["sh", "-lc", "python agent.py"], ["sh", "-c", "cd tools && python agent.py"]])
+def test_what_a_shell_reads_is_no_file(words):
+    load_config(EXAMPLE, ["agent.name=program", f"agent.program={words}", "warm_start=null"]).agent.check()

@@ -69,7 +69,8 @@ class ProgramConfig(AgentConfig):
                 f"agent.program is {self.program!r}: the command {command!r} is neither in PATH nor in {os.getcwd()}"
             )
         script = next((word for word in words if not word.startswith("-")), "")
-        if Path(script).suffix in _SCRIPTS and not Path(script).is_file():
+        is_name = len(script.split()) == 1  # not what a shell reads: [bash, -lc, "python agent.py"]
+        if is_name and Path(script).suffix in _SCRIPTS and not Path(script).is_file():
             raise ConfigError(f"agent.program is {self.program!r}: there is no file {script!r} in {os.getcwd()}")
 
 

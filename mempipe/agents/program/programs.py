@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import os
 import re
@@ -32,6 +33,10 @@ _KEPT_BYTES = 64 * 1024
 """The end of a command's output that is read."""
 _SHOWN_CHARS = 2000
 """The end of a command's errors that is shown."""
+_END_S = 10.0
+"""Seconds in which a program that is given up has to end; one that does not is left behind."""
+_PASSING = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""Errors at the start of a process that another attempt may not meet: the machine has too many."""
 _PLACES: WeakValueDictionary[tuple[asyncio.AbstractEventLoop, tuple[str, ...], int], asyncio.Semaphore] = (
     WeakValueDictionary()
 )
@@ -40,7 +45,7 @@ share the places, which are kept while an attempt runs or waits."""
 
 
 class ProgramStopped(InfrastructureFault):
-    """A program that did not end in time, or that a signal has ended."""
+    """A program that did not start or end in time, or that a signal has ended."""
 
     shows_command = True
 
@@ -109,22 +114,26 @@ class CommandProgram:
             asked.write(f"{replace_surrogates(question.text)}\n".encode())
             asked.seek(0)
             async with places, listening(gateway) as (base_url, key):
-                # Not asyncio's: uvloop forks, and runs Python in the child before the command. There the locks of this
-                # process's other threads stay locked for ever, and this process waits for the child.
-                process = subprocess.Popen(
-                    self.command,
-                    stdin=asked,
-                    stdout=output,
-                    stderr=errors,
-                    env=_environment(base_url, key),
-                    start_new_session=True,
-                )
+                process = self._started(asked, output, errors, _environment(base_url, key))
                 gateway.on_fault = lambda: _kill(process)
                 try:
                     code = await _in_time(_end_of_process(process), self.timeout_s, question, gateway)
                 finally:
                     _kill(process)
             return self._answer(question, gateway, code, _end_of(output), _end_of(errors))
+
+    def _started(
+        self, asked: IO[bytes], output: IO[bytes], errors: IO[bytes], env: dict[str, str]
+    ) -> subprocess.Popen[bytes]:
+        try:
+            # Not asyncio's: uvloop forks, and runs Python in the child before the command. There the locks of this
+            # process's other threads stay locked for ever, and this process waits for the child.
+            return subprocess.Popen(
+                self.command, stdin=asked, stdout=output, stderr=errors, env=env, start_new_session=True
+            )
+        except OSError as error:  # of a script without #! for example
+            kind = ProgramStopped if error.errno in _PASSING else UserCodeError
+            raise kind(f"agent.program {shlex.join(self.command)[:200]} cannot be started: {error}") from error
 
     def _answer(self, question: Question, gateway: Gateway, code: int, output: str, errors: str) -> str | None:
         if code and gateway.over is not None:
@@ -133,7 +142,8 @@ class CommandProgram:
         if code < 0:
             raise ProgramStopped(f"agent.program {told} was ended by {signal.Signals(-code).name}")
         if code:
-            raise UserCodeError(f"agent.program {told} ended with code {code}: {errors.strip()[-_SHOWN_CHARS:]}")
+            shown = _indented(errors.strip()[-_SHOWN_CHARS:])
+            raise UserCodeError(f"agent.program {told} ended with code {code}: {shown}")
         return re.split(r"[\r\n]", output.strip())[-1].strip() or None  # str.splitlines ends a line at U+2028 too
 
 
@@ -153,7 +163,7 @@ async def _in_time(work: Coroutine[Any, Any, T], timeout_s: float, question: Que
         return task.result()
     finally:
         task.cancel()
-        await asyncio.wait({task})
+        await asyncio.wait({task}, timeout=_END_S)  # a function may catch even that
 
 
 def _environment(base_url: str, key: str) -> dict[str, str]:
@@ -162,6 +172,11 @@ def _environment(base_url: str, key: str) -> dict[str, str]:
     for name in ("NO_PROXY", "no_proxy"):
         variables[name] = ",".join(filter(None, [variables.get(name), "127.0.0.1"]))
     return variables
+
+
+def _indented(text: str) -> str:
+    """Returns the lines of a text, all but the first indented: a stream takes such lines for those of one message."""
+    return "\n  ".join(line for line in text.splitlines() if line.strip())
 
 
 def _end_of(file: IO[bytes]) -> str:
