@@ -71,14 +71,24 @@ def load_user_object(path: str, *, setting: str) -> Any:
 @contextmanager
 def user_code(what: str, *, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turns every error of user-defined code inside the block into a `UserCodeError` with file and line. Faults of the
-    infrastructure pass unchanged, and so do the exceptions of `passing`.
+    infrastructure pass, and so do the exceptions of `passing`; they are taken out of a group of errors
+    (asyncio.TaskGroup).
     """
     try:
         yield
     except (InfrastructureFault, UserCodeError, *passing):
         raise
     except Exception as error:
+        if (known := _first(error, (InfrastructureFault, UserCodeError, *passing))) is not None:
+            raise known from error
         raise UserCodeError(f"{what}: {_described(error)}") from error
+
+
+def _first(error: BaseException, kinds: tuple[type[Exception], ...]) -> Exception | None:
+    """Returns the first error of these kinds in a group of errors, None if there is none."""
+    if isinstance(error, BaseExceptionGroup):
+        return next((found for each in error.exceptions if (found := _first(each, kinds)) is not None), None)
+    return error if isinstance(error, kinds) else None
 
 
 def _described(error: BaseException) -> str:

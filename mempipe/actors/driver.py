@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mempipe.actors.handles import find_actor
-from mempipe.actors.lost import GroupFailed
+from mempipe.actors.lost import GroupFailed, RoleLost
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.config import RunConfig
@@ -81,7 +81,7 @@ class Driver:
 
     async def _rollout(self, question: Question, **ids: Any) -> Trajectory:
         """Plays one attempt. Errors in a user-defined agent name the user's file."""
-        with agent_code(self._spec.config, f"it failed at question {question.id}", passing=(UnfitQuestion,)):
+        with agent_code(self._spec.config, f"it failed at question {question.id}", passing=(UnfitQuestion, RoleLost)):
             return await self._play(question, **ids)
 
     async def play(self, group_id: str, question: Question) -> Group:

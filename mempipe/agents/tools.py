@@ -242,7 +242,7 @@ class Toolbox:
             texts = list(texts)
             if wrong := [text for text in texts if not isinstance(text, str)]:
                 raise TypeError(f"it returned {wrong[0]!r} among its texts")
-        return ToolUse(tool=call.tool, arguments=call.text.strip(), texts=texts)
+        return ToolUse(tool=call.tool, arguments=call.text.strip(), texts=list(map(replace_surrogates, texts)))
 
     @property
     def _all(self) -> dict[str, ToolSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ from notebook_agent.agent import Notebook
 from notebook_agent.calculator import Calculator
 from notebook_agent.reward import right_and_brief
 
+from mempipe.actors import driver as driver_module
+from mempipe.actors.driver import Driver, DriverSpec
+from mempipe.actors.lost import RoleLost
 from mempipe.agents.tools import InvalidCall
 from mempipe.agents.turn import Memory
 from mempipe.data.qa import read_questions
@@ -141,3 +145,22 @@ def test_every_shipped_problem_has_its_number(monkeypatch):
 def test_a_setting_of_another_agent_is_refused():
     with pytest.raises(ConfigError, match=r"budget\.memory_tokens"):
         load_config(EXAMPLE / "config.yaml", ["budget.memory_tokens=12"])
+
+
+@pytest.mark.parametrize("in_a_group", [False, True])
+async def test_engines_that_are_all_gone_are_no_error_of_its(in_a_group, monkeypatch):
+    """A run starts its roles again after `RoleLost`, and ends at an error in an agent."""
+
+    async def lost(*_: Any, **__: Any) -> Trajectory:
+        raise RoleLost("every generator died")
+
+    async def rollout(*_: Any, **__: Any) -> Trajectory:
+        async with asyncio.TaskGroup() as tasks:
+            return await tasks.create_task(lost())
+
+    monkeypatch.setattr(driver_module, "load_tokenizer", lambda _: TOKENIZER)
+    monkeypatch.setattr(driver_module, "make_rollout", lambda *_, **__: rollout if in_a_group else lost)
+    config = load_config(EXAMPLE / "config.yaml")
+    spec = DriverSpec(config=config, sampling=config.sampling, group_size=2, namespace="", generators=[], retrievers=[])
+    with pytest.raises(RoleLost, match="every generator died"):
+        await Driver(spec).play("g", build_question())

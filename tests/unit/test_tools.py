@@ -216,6 +216,18 @@ async def test_the_texts_of_a_call_are_observed_beside_the_passages_of_a_search(
     assert_token_exact(played.contexts, engine)
 
 
+async def test_half_a_character_in_a_result_is_replaced(module):
+    (tool,) = load_tools([f"{module}:City"]).values()
+
+    async def cut(city: str) -> list[str]:
+        return [f"{city} \ud83d"]
+
+    tool.call = cut
+    toolbox = Toolbox(own={tool.name: tool})
+    use = await toolbox.use(toolbox.parse('{"name": "population", "arguments": {"city": "rome"}}'))
+    assert use.texts == ["Rome \ufffd"]
+
+
 async def test_calls_of_one_message_are_made_at_the_same_time(module):
     (tool,) = load_tools([f"{module}:City"]).values()
     waiting = asyncio.Barrier(2)
@@ -238,6 +250,21 @@ async def test_an_invalid_call_ends_the_trajectory(module):
 async def test_a_fault_of_the_machinery_passes_to_whoever_tries_again(module):
     with pytest.raises(InfrastructureFault, match="the register is down"):
         await play(module, ["x</think>" + call("population", city="atlantis")])
+
+
+async def test_a_fault_among_the_calls_of_a_task_group_passes_too(module):
+    (tool,) = load_tools([f"{module}:City"]).values()
+    call_city = tool.call
+
+    async def both(city: str) -> list[str]:
+        async with asyncio.TaskGroup() as tasks:
+            found = [tasks.create_task(call_city(each)) for each in ("Rome", city)]
+        return [text for each in found for text in each.result()]
+
+    tool.call = both
+    toolbox = Toolbox(own={tool.name: tool})
+    with pytest.raises(InfrastructureFault, match="the register is down"):
+        await toolbox.use(toolbox.parse('{"name": "population", "arguments": {"city": "atlantis"}}'))
 
 
 @pytest.mark.parametrize(
