@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -47,10 +47,14 @@ class McpTool:
         return {"name": self.name, "description": self.description, "parameters": _broken(self.parameters)}
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments. Raises InvalidCall for those that do not fit the tool's schema, or cannot be compared
-        with it: a number too large for multipleOf, a nesting too deep for a schema that refers to itself.
+        """Returns the arguments with the names of the server in place of the broken ones that the policy reads. Raises
+        InvalidCall for those that do not fit the tool's schema, or cannot be compared with it: a number too large for
+        multipleOf, a nesting too deep for a schema that refers to itself.
         """
+        names = {broken: text for text in _texts_in(self.parameters) if (broken := _broken(text)) != text}
         try:
+            if names:
+                arguments = _each_text(arguments, lambda text: names.get(text, text))
             error = next(_validator(self.parameters).iter_errors(arguments), None)
         except (OverflowError, RecursionError) as failure:
             raise InvalidCall(f"arguments: {failure}") from failure
@@ -223,11 +227,23 @@ def _follow_references(schema: Any, resolver: Any) -> None:
 
 def _broken(value: Any) -> Any:
     """Returns a JSON value with the tags in its texts broken."""
+    return _each_text(value, lambda text: _TAG.sub(r"\1 ", text))
+
+
+def _each_text(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a JSON value with all texts in it changed, names among them."""
     if isinstance(value, str):
-        return _TAG.sub(r"\1 ", value)
+        return change(value)
     if isinstance(value, dict):
-        return {_broken(name): _broken(each) for name, each in value.items()}
-    return [_broken(each) for each in value] if isinstance(value, list) else value
+        return {change(name): _each_text(each, change) for name, each in value.items()}
+    return [_each_text(each, change) for each in value] if isinstance(value, list) else value
+
+
+def _texts_in(value: Any) -> list[str]:
+    """Returns all texts of a JSON value, names among them."""
+    texts: list[str] = []
+    _each_text(value, lambda text: texts.append(text) or text)
+    return texts
 
 
 def _texts(result: Any) -> list[str]:

@@ -139,6 +139,17 @@ def test_arguments_that_cannot_be_compared_with_the_schema_are_an_invalid_call(s
         Toolbox(own={"t": tool}).parse(f'{{"name": "t", "arguments": {{"a": {arguments}}}}}')
 
 
+def test_the_policy_calls_a_tool_whose_names_have_brackets_as_it_reads_them():
+    properties = {"page[size]": {"type": "integer"}, "order": {"enum": ["<none>", "name"]}}
+    parameters = {"type": "object", "properties": properties, "required": ["page[size]"], "additionalProperties": False}
+    tool = mcp_tools.McpTool(name="t", description="", parameters=parameters, server=McpServer(command="true"))
+    shown = tool.schema()["parameters"]
+    arguments = {shown["required"][0]: 3, "order": shown["properties"]["order"]["enum"][0]}
+    assert list(arguments) == ["page[ size]", "order"]
+    call = Toolbox(own={"t": tool}).parse(json.dumps({"name": "t", "arguments": arguments}))
+    assert call.arguments == {"page[size]": 3, "order": "<none>"}
+
+
 async def test_half_a_character_in_a_call_reaches_the_server_as_a_replacement():
     server = MCPServer("echo", log_level="ERROR")
 
