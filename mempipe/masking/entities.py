@@ -74,6 +74,8 @@ _THE = re.compile(r"\b[Tt]he $")
 _OWNS = re.compile(r"['’]s?$")
 _ARTICLE = re.compile(r"[Tt]he\s+")
 _AFTER_ENTITY = ' \t\n"“”„‟«»‹›*_,;:-–—<>|\\=#~^([{\u200b\u200c\u200d'
+_LONGEST_NUMBER = 64
+"""Digits of a number that is also written with commas; Python does not convert those with thousands of digits."""
 _LETTERS = re.compile(r"\w+")
 _WORD_BOUNDARY = re.compile(r"\b")
 _LONGEST_NAME = 64
@@ -190,7 +192,7 @@ def forms(entity: str, kind: Kind) -> list[str]:
         found |= _dates(parts["day"] or parts["other_day"], parts["month"] or parts["other_month"], parts["year"])
     if kind == "number":
         found.add(entity.replace(",", ""))
-        if entity.isdecimal() and int(entity[0]):
+        if entity.isdecimal() and int(entity[0]) and len(entity) <= _LONGEST_NUMBER:
             found.add(f"{int(entity):,}")
     return sorted((form for form in found if form.strip()), key=lambda form: (-len(form), form))
 

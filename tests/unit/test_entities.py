@@ -282,3 +282,9 @@ def test_a_cached_finder_finds_once_what_comes_again_and_forgets_the_oldest(monk
     assert cached.find([rome, oslo]) == find([rome, oslo]) and seen[1:] == [[oslo]]
     assert cached.find([rome, paris]) == find([rome, paris]) and seen[2:] == [[paris]]
     assert cached.name == finder.name
+
+
+def test_a_number_of_thousands_of_digits_is_a_number():
+    digits = "31415926535" * 500
+    assert found(f"The digits of pi are {digits} and so on.") == [(digits, "number")]
+    assert forms(digits, "number") == [digits] and trivial_rule(digits, "number", "Pi") is None
