@@ -210,8 +210,9 @@ def chunks_of(text: str, max_tokens: int, count_tokens: CountTokens, mask: str) 
     lengths = {word: count_tokens(word) for word in set(words)}
     long = {w for w, tokens in lengths.items() if mask not in w and (len(w) > _LONGEST_WORD or tokens > max_tokens)}
     if long:
-        words = [part for word in words for part in (word if word in long else [word])]
-        lengths |= {character: count_tokens(character) for character in set().union(*long)}
+        characters = {word: re.findall(f".{_marks_behind()}", word, re.DOTALL) for word in long}
+        words = [part for word in words for part in characters.get(word, [word])]
+        lengths |= {each: count_tokens(each) for each in set().union(*characters.values())}
     totals = [0, *itertools.accumulate(map(lengths.__getitem__, words))]
     first = 0
     while first < len(words):
@@ -225,13 +226,23 @@ def chunks_of(text: str, max_tokens: int, count_tokens: CountTokens, mask: str) 
 
 
 def _words(text: str, mask: str) -> list[str]:
-    """Returns the masks, runs of letters and digits, and other characters of the text, each with the space before it.
+    """Returns the masks, runs of letters and digits, and other characters of the text, each with the space before it
+    and the marks behind it.
 
     Joined they are the text.
     """
-    no_mask = f"(?!{re.escape(mask)})"
-    pattern = rf"\s*(?:{re.escape(mask)}|(?:{no_mask}[^\W_])+|{no_mask}\S)|\s+$"
+    no_mask, marks = f"(?!{re.escape(mask)})", _marks_behind()
+    pattern = rf"\s*(?:{re.escape(mask)}|(?:(?:{no_mask}[^\W_])+{marks})+|{no_mask}\S{marks})|\s+$"
     return re.findall(pattern, text)
+
+
+@functools.cache
+def _marks_behind() -> str:
+    """Returns a pattern of the marks that belong to the character before them, such as the vowel signs of Hindi and of
+    Thai, and of what nobody sees; it may find nothing."""
+    marks = (each for each in map(chr, range(_LAST_MARK)) if unicodedata.category(each) in ("Mn", "Mc", "Me"))
+    # After most characters is an ASCII one: it is compared with one range before all those of the marks.
+    return rf"(?:(?![\x00-\xac])[{as_class(marks)}{INVISIBLE}]+)?"
 
 
 def check_mask(mask: str, encode: Callable[[str], list[int]], decode: Callable[[list[int]], str]) -> None:

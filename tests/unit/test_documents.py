@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -241,3 +242,22 @@ def test_no_form_of_the_entity_is_anywhere_in_thousands_of_documents_of_real_tex
             assert {form.casefold() for form in target}.isdisjoint(map(str.casefold, document.golden_answers))
             assert hide(text, target) != text
     assert num_documents > 2000, rejected
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "नई दिल्ली हिन्दी में लिखी है " * 3,
+        "ประเทศไทยที่นี่เป็นเมือง" * 6,
+        "e\u0301te\u0301 " * 20,
+        "Les\u00adtat " * 9,
+        "👍\ufe0f" * 20,
+    ],
+    ids=["Hindi", "Thai", "accents", "soft hyphens", "selectors"],
+)
+@pytest.mark.parametrize("max_tokens", [1, 3, 7])
+def test_a_chunk_begins_with_no_mark_of_the_character_before_it(text, max_tokens):
+    chunks = list(chunks_of(text, max_tokens, lambda text: len(text.strip()), MASK))
+    assert "".join(chunks) == text and len(chunks) > 1
+    firsts = [chunk.strip()[0] for chunk in chunks if chunk.strip()]
+    assert not [first for first in firsts if unicodedata.category(first) in ("Mn", "Mc", "Me", "Cf")]
