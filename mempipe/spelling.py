@@ -23,6 +23,7 @@ _SPACE, _MARK = " ", "-"
 """Stand for white space, and for any other character that is neither letter nor digit, in a folded text."""
 _NOT_ASCII = re.compile(r"[^\x00-\x7f]")
 _UNSPACED = re.compile(f"[{UNSPACED}]")
+_THOUSANDS, _THREE_DIGITS = re.compile(r",\d{3}(?!\d)"), re.compile(r"\d{3}(?!\d)")
 _INVISIBLE = re.compile("[\u034f\ufe00-\ufe0f\U000e0100-\U000e01ef]")
 """Selectors and joiners of the other characters: marks of combining class 0 that are not vowels."""
 
@@ -148,7 +149,16 @@ def _places(text: str, form: str) -> Iterator[Span]:
             and reading.is_edge(end)
             and all(wanted.begins(place - start) for place in reading.spaces(start, end))
         ):
-            yield _as_written(text, form, reading.place(start), reading.place(end - 1) + 1)
+            span = _as_written(text, form, reading.place(start), reading.place(end - 1) + 1)
+            if not _is_in_a_number(text, *span):
+                yield span
+
+
+def _is_in_a_number(text: str, start: int, end: int) -> bool:
+    """Returns whether the span ends or begins inside a number with commas, as "12" and "000" do in "12,000"."""
+    after = text[end - 1 : end].isdecimal() and _THOUSANDS.match(text, end)
+    before = text[max(start - 2, 0) : start]
+    return bool(after) or (before[-1:] == "," and before[:1].isdecimal() and bool(_THREE_DIGITS.match(text, start)))
 
 
 @functools.lru_cache(maxsize=4096)
