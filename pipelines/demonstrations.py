@@ -315,11 +315,12 @@ def played(
     known = {} if kept is None else kept.finished
     with closing, start_blocking_portal(name="demonstrations") as portal:
         while batch := list(islice(numbered, TRAJECTORIES_AT_ONCE)):
-            finished, error = portal.call(
-                _attempts, attempt, [(i, question) for i, question in batch if i not in known]
-            )
-            if kept is not None:
-                kept.add(finished)
+            missing, finished = [(i, question) for i, question in batch if i not in known], dict[int, Group | None]()
+            try:
+                error = portal.call(_attempts, attempt, missing, finished)
+            finally:  # a signal may end the wait
+                if kept is not None:
+                    kept.add(dict(finished))
             if error is not None:
                 raise error
             made = known | finished
@@ -327,19 +328,25 @@ def played(
 
 
 async def _attempts(
-    attempt: Callable[[int, Question], Coroutine[Any, Any, Group | None]], batch: Sequence[tuple[int, Question]]
-) -> tuple[dict[int, Group | None], BaseException | None]:
-    """Returns the finished attempts by number, and the first error, at which the others are cancelled."""
-    tasks = {i: asyncio.create_task(attempt(i, question)) for i, question in batch}
+    attempt: Callable[[int, Question], Coroutine[Any, Any, Group | None]],
+    batch: Sequence[tuple[int, Question]],
+    finished: dict[int, Group | None],
+) -> BaseException | None:
+    """Plays the questions of a batch. An attempt that has finished goes to `finished` at once, by its number. Returns
+    the first error, at which the others are cancelled.
+    """
+
+    async def play(i: int, question: Question) -> None:
+        finished[i] = await attempt(i, question)
+
+    tasks = [asyncio.create_task(play(i, question)) for i, question in batch]
     if tasks:
-        await asyncio.wait(tasks.values(), return_when=asyncio.FIRST_EXCEPTION)
-    ended = {i: task for i, task in tasks.items() if task.done()}
-    for task in tasks.values():
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+    ended = [task for task in tasks if task.done()]
+    for task in tasks:
         task.cancel()
-    await asyncio.gather(*tasks.values(), return_exceptions=True)
-    errors = [error for task in ended.values() if (error := task.exception()) is not None]
-    finished = {i: task.result() for i, task in ended.items() if task.exception() is None}
-    return finished, next(iter(errors), None)
+    await asyncio.gather(*tasks, return_exceptions=True)
+    return next((error for task in ended if (error := task.exception()) is not None), None)
 
 
 def _retriever(config: RetrievalConfig, closing: ExitStack) -> Searcher:

@@ -7,6 +7,7 @@ the passages, in the words around it. Its faults are what reinforcement learning
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from abc import ABC, abstractmethod
@@ -148,7 +149,7 @@ class ClozeMemSearcher(ClozeDemonstration):
             return f"the gap is known</think>{_boxed(self._answer(memory))}"
         missing, query = wanted
         tool = self.agent.get("tool_name", TOOL_NAME)
-        call = f'{{"name": "{tool}", "arguments": {{"query": "{query}"}}}}'
+        call = json.dumps({"name": tool, "arguments": {"query": query}}, ensure_ascii=False)
         return f"I need {missing}</think><tool_call>{call}</tool_call>"
 
 

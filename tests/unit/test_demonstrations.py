@@ -4,11 +4,13 @@ what is held out; and a start that resumes where it stopped.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +25,7 @@ from faulty_server import faulty, says
 from learner_setup import make_learner, pack, sample, samples, save_model
 from test_remote_retrieval import serving
 
+from mempipe.agents.protocol import tool_call_texts
 from mempipe.config import RunConfig
 from mempipe.data.qa import write_questions
 from mempipe.data.scripted_agents import Noise
@@ -50,7 +53,7 @@ from mempipe.runs import Run
 from mempipe.serve.retrieval_app import RetrievalService, make_app
 from mempipe.settings import ConfigError
 from mempipe.stop import Interrupted, StopRequest
-from mempipe.types import Evidence, Group, Passage, Question
+from mempipe.types import Completion, Evidence, FinishReason, Group, Passage, Question
 from pipelines import demonstrations as demonstrations_module
 from pipelines import warm_start
 from pipelines.demonstrations import TaughtAttempts, demonstrations
@@ -215,6 +218,45 @@ def test_a_teachers_finished_attempts_are_kept_and_not_played_again(config, tmp_
         if group is not None:
             again, (played,) = groups[f"q{number}"].trajectories[0], group.trajectories
             assert [c.generate_seconds for c in again.contexts] == [c.generate_seconds for c in played.contexts]
+
+
+def test_a_teachers_finished_attempts_are_kept_when_a_signal_ends_the_wait(config, tmp_path, monkeypatch):
+    class Ended(BaseException):
+        pass
+
+    def end(number: int, frame: object) -> None:
+        raise Ended
+
+    asked = 0
+
+    async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        nonlocal asked
+        asked += 1
+        if asked == 4:
+            await asyncio.sleep(1.0)
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
+        if asked > 3:
+            await asyncio.sleep(60)
+        return Completion(token_ids=[1], logprobs=[-1.0], finish_reason=FinishReason.STOP, policy_version=0)
+
+    monkeypatch.setattr(demonstrations_module, "_teacher", lambda config: generate)
+    wanted = with_warm_start(config, teacher={"url": "http://127.0.0.1:1", "model": "m"}, min_score=0.0)
+    before = signal.signal(signal.SIGUSR1, end)
+    try:
+        with pytest.raises(Ended):
+            demonstrations(wanted, taught=TaughtAttempts(tmp_path / "taught"))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(TaughtAttempts(tmp_path / "taught").finished) == 3
+
+
+def test_a_query_with_a_backslash_is_a_call_that_can_be_read():
+    text = 'Notes: A file of "C:\\Temp\\new" stood on the disk of ____.'
+    asked = Question(
+        id="q", text=text, golden_answers=["Rome"], num_hops=1, evidence=[Evidence(passage_id="p", value="Rome")]
+    )
+    (call,) = tool_call_texts(ClozeMemSearcher(question=asked).reply("<memory></memory>"))
+    assert "C:\\Temp\\new" in json.loads(call)["arguments"]["query"]
 
 
 def test_recorded_trajectories_are_imitated_when_they_scored(config, tmp_path):
