@@ -4,7 +4,7 @@
   differently, so that the ratios of their log-probs would be those of different networks.
 - Layers that carry a state from token to token (Mamba, linear attention, convolutions): the contexts of a packed row
   would read each other.
-- Soft-capped attention and soft-capped logits, which the learner does not compute.
+- Soft-capped attention, soft-capped logits and attention sinks, which the learner does not compute.
 - Networks whose implementation in transformers takes no attention from outside: the contexts of a packed row would read
   each other there too.
 - Quantized networks: their weights are rounded, and an export would name a quantization that it does not have.
@@ -26,6 +26,8 @@ _FIXED_ATTENTION = {
     "bloom", "codegen", "falcon", "gpt_neo", "gpt_neox_japanese", "gptj", "mpt", "nemotron", "stablelm", "xglm"
 }  # fmt: skip
 """By model_type, tried with transformers 5."""
+_SINKS = {"granite_swa"}
+"""Dense networks by model_type whose attention has learned sinks."""
 _CAPS = ("attn_logit_softcapping", "final_logit_softcapping")
 _FUSED = {"phi3": ("qkv_proj", "gate_up_proj"), "glm": ("gate_up_proj",), "glm4": ("gate_up_proj",)}
 """Linear layers by model_type that compute what other networks compute with several."""
@@ -67,6 +69,8 @@ def refusal(path: str, values: Mapping[str, Any]) -> str:
             f"model.path {path!r} ({kind}) computes attention in a way that packed rows cannot use: their contexts "
             f"would read each other; {_ADVICE}"
         )
+    if kind in _SINKS:
+        return f"model.path {path!r} ({kind}) uses attention with sinks, which mempipe does not compute; {_ADVICE}"
     for part in _parts(values):
         if layers := _stateful_layers(part):
             return (

@@ -57,6 +57,11 @@ def test_networks_whose_attention_takes_no_packed_rows_are_refused(config):
     assert "contexts would read each other" in refusal("m", getattr(transformers, config)().to_dict())
 
 
+def test_learned_sinks_of_attention_are_refused_before_a_start():
+    values = transformers.GraniteSWAConfig().to_dict()
+    assert "uses attention with sinks" in refusal("m", values)
+
+
 def test_a_language_model_inside_another_config_is_looked_at_too():
     values = {"model_type": "some_vl", "text_config": {"layer_types": ["linear_attention", "full_attention"]}}
     assert "(linear_attention)" in refusal("m", values)
