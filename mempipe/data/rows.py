@@ -35,7 +35,11 @@ _BOM = b"\xef\xbb\xbf"
 _NUM_EXAMPLES = 5
 _ROWS_AT_ONCE = 256
 _SEPARATORS = ",\t;"
+_NO_CELL = frozenset({"", "nan", "NaN", "NaT", "<NA>"})
+"""A cell without a value: an empty one, and what pandas writes where all columns were made texts."""
 _CONSTANTS = (b"NaN", b"Infinity")
+_OF_A_ROW = frozenset({"question", "messages", "conversations", "conversation"})
+"""Names in an object of a .json file that say that it is a row itself, whatever lists of objects it has."""
 
 
 class BadRow(ValueError):
@@ -348,7 +352,7 @@ def _checked(row: dict[str, Any], kind: type[float]) -> dict[str, Any] | BadRow:
 
 def _items_of(value: Any, file: InputFile) -> list[Any]:
     """Returns the items of a list, of columns, of objects by their ids, of the one list of objects in an object, of a
-    page of Hugging Face's dataset viewer, or the object itself. Raises ConfigError.
+    page of Hugging Face's dataset viewer, or the object itself where it is a row. Raises ConfigError.
     """
     if isinstance(value, list):
         return value
@@ -364,6 +368,8 @@ def _items_of(value: Any, file: InputFile) -> list[Any]:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if value and all(isinstance(item, dict) and item for item in value.values()):
         return [{"id": name, **item} for name, item in value.items()]
+    if any(str(name).strip().casefold() in _OF_A_ROW for name in value):
+        return [value]
     lists = [name for name, items in value.items() if isinstance(items, list) and items and isinstance(items[0], dict)]
     if len(lists) > 1:
         listed = " and ".join(f"{name} ({len(value[name])} objects)" for name in lists)
@@ -393,8 +399,8 @@ def _columns_of(value: dict[str, Any]) -> dict[str, list[Any]]:
 
 
 def _table_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]]:
-    """Yields the rows below the header of a csv or tsv file. An empty cell does not count as a value, a row of empty
-    cells not as a row, and a column without a name not as a column. The separator is the one of comma, tab and
+    """Yields the rows below the header of a csv or tsv file. A cell of `_NO_CELL` does not count as a value, a row of
+    empty cells not as a row, and a column without a name not as a column. The separator is the one of comma, tab and
     semicolon that makes the most columns of the header; in a tsv file it is a tab if the header has one.
     """
     csv.field_size_limit(MAX_LINE_BYTES)
@@ -414,7 +420,8 @@ def _table_rows(file: InputFile) -> Iterator[tuple[str, dict[str, Any] | BadRow]
                     continue
                 place = f"{file.url}, row {number}"
                 if len(cells) == len(names):
-                    yield place, {name: cell or None for name, cell in zip(names, cells, strict=True) if name}
+                    named_cells = ((name, cell) for name, cell in zip(names, cells, strict=True) if name)
+                    yield place, {name: None if cell in _NO_CELL else cell for name, cell in named_cells}
                 else:
                     yield place, BadRow("wrong_cells", f"{len(cells)} cells, but the header has {len(names)}")
     except UnicodeDecodeError as error:

@@ -580,8 +580,14 @@ _PARTS = {
     "question": f"a question ({', '.join((*QUESTION, *PROMPTS))})",
     "answer": f"a golden answer ({', '.join((*ANSWERS, *WORKED))})",
 }
-_UNANSWERABLE = (("is_impossible", True), ("answerable", False), ("answers", {"text": [], "answer_start": []}))
-"""Fields of SQuAD 2 and MuSiQue that mark a question whose text does not answer it."""
+_UNANSWERABLE = (
+    ("is_impossible", True),
+    ("answerable", False),
+    ("answers", {"text": [], "answer_start": []}),
+    ("answer.value", "<unk>"),
+)
+"""Fields of SQuAD 2 and MuSiQue that mark a question whose text does not answer it, and that of TriviaQA's test set,
+whose answers are not published."""
 
 SHAPES = (  # the first that a row fits
     RowShape(

@@ -373,6 +373,26 @@ def test_one_conversation_of_locomo_holds_many_questions(tmp_path):
     assert file.left_out == {"without an answer, as their data set says": 2}
 
 
+def test_one_row_alone_in_a_json_file_is_a_row_whatever_lists_it_has(tmp_path):
+    """A conversation of LoCoMo would be questions without their text, and MuSiQue's row two lists of objects."""
+    talk = {"session_1": [{"speaker": "Bo", "text": "Hi"}], "speaker_a": "Ann"}
+    locomo = {"sample_id": "c", "conversation": talk, "qa": [{"question": "Who said hi?", "answer": "Bo"}]}
+    messages = {"messages": USER, "answer": GOLD}
+    for row, context in ((locomo, "Session:\nBo: Hi"), (MUSIQUE, None), (CWQ, ""), (messages, "")):
+        (tmp_path / "one.json").write_text(json.dumps(row))
+        (question,) = read_questions(tmp_path / "one.json")
+        (alone,) = read_questions(jsonl(tmp_path / "one.jsonl", row))
+        assert question == alone and context in (None, question.context)
+
+
+def test_questions_of_triviaqas_test_set_have_no_answer(tmp_path):
+    unknown = {"value": "<unk>", "aliases": [], "normalized_value": "<unk>", "normalized_aliases": []}
+    rows = [{"question_id": "t", "question": ASKED, "answer": answer} for answer in (unknown, TRIVIA)]
+    file = read_question_file(jsonl(tmp_path / "test.jsonl", *rows))
+    assert [question.golden_answers for question in file.questions] == [[GOLD, "Austen"]]
+    assert file.left_out == {"without an answer, as their data set says": 1}
+
+
 @pytest.mark.parametrize("fault", [{"answers": [], "is_impossible": True}, {"answers": []}, {"answers": [True]}])
 def test_questions_behind_one_that_is_not_read_are_read(tmp_path, fault):
     asked = [{"question": "Who not?", "id": "b"} | fault, {"question": ASKED, "id": "a", "answers": [{"text": GOLD}]}]
@@ -618,6 +638,17 @@ def test_a_table_that_excel_wrote_is_read_without_its_empty_columns_and_rows(tmp
     assert [(q.text, q.golden_answers) for q in read_questions(path)] == [("Who?", ["Ann"]), ("When?", ["1900"])]
     path.write_bytes(b"question;answer;;\r\n;;;\r\nWho?;;;\r\n")
     assert refusal(path).startswith(f"{path}, row 2: answer is None")  # as Excel counts below the header
+
+
+@pytest.mark.parametrize("cell", ["nan", "NaN", "NaT", "<NA>"])
+def test_what_pandas_writes_for_no_value_is_no_answer(tmp_path, cell):
+    path = tmp_path / "q.csv"
+    path.write_text(f"question,answer,context\nWho?,Ann,{cell}\nWhich bread?,{cell},\n")
+    assert refusal(path).startswith(f"{path}, row 2: answer is None")
+    (question,) = read_questions(path, max_bad_rows=1)
+    assert (question.golden_answers, question.context) == (["Ann"], "")
+    path.write_text(f'question,answer\nWhich word is it?,"[""{cell}""]"\n')
+    assert read_questions(path)[0].golden_answers == [cell]
 
 
 def test_a_refused_row_is_described_by_the_names_of_its_file(tmp_path):
