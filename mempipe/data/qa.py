@@ -156,7 +156,7 @@ def _read(
             while True:  # a row may hold several questions, some of them bad
                 try:
                     reading = next(asked)
-                    question = _with_own_id(reading.question, seen=seen, number=number)
+                    question = _with_own_id(reading.question, seen=seen, file=file.name, number=number)
                 except StopIteration:
                     break
                 except LeftOut as reason:
@@ -188,17 +188,18 @@ def _files(path: str | Path) -> list[InputFile]:
     return files
 
 
-def _with_own_id(question: Question, *, seen: Mapping[str, str], number: int) -> Question:
+def _with_own_id(question: Question, *, seen: Mapping[str, str], file: str, number: int) -> Question:
     """Returns the question under an id that no other question has.
 
-    Data sets count from 0 each, so an id that another question has already gets its source's name, and, where sets were
-    put into one file, its row's number. Raises BadRow for the same question under the same id, and LeftOut where its
-    content made the id.
+    Data sets count from 0 each, so an id that another question has already gets its source's name; where sets were put
+    into one file, its row's number; and where a set has many files, the name of its file. Raises BadRow for the same
+    question under the same id, and LeftOut where its content made the id.
     """
     if question.id in seen and question.id == content_id(question):
         raise LeftOut("repeated")
     prefix = question.source or "question"
-    for own in (question.id, f"{prefix}-{question.id}", f"{prefix}-{question.id}-{number}"):
+    named = f"{prefix}-{question.id}"
+    for own in (question.id, named, f"{named}-{number}", f"{named}-{file}-{number}"):
         if own not in seen:
             return replace(question, id=own)
         if seen[own] == question.text:

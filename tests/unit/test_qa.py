@@ -588,6 +588,16 @@ def test_ids_that_repeat_in_one_file_of_several_data_sets_get_their_row(tmp_path
         read_questions(jsonl(tmp_path / "nq_hotpotqa_train.jsonl", *rows, rows[1]))
 
 
+def test_a_set_may_have_many_files_whose_rows_count_from_0_each(tmp_path):
+    for file in range(5):
+        row = memsearcher_row(0) | {"question": f"Who is {file}?"}
+        jsonl(tmp_path / "nq" / f"train-{file:05d}-of-00005.jsonl", row)
+    ids = [question.id for question in read_questions(tmp_path / "nq")]
+    prefix = "musique_re_call-musique_re_call-train-0"
+    assert ids[:3] == ["musique_re_call-train-0", prefix, f"{prefix}-0"]
+    assert ids[3:] == [f"{prefix}-train-{file:05d}-of-00005.jsonl-0" for file in (3, 4)]
+
+
 def some_questions(**counts: int) -> list[Question]:
     return [
         Question(id=f"{source}{i}", text="t", golden_answers=["a"], source=source)
