@@ -31,7 +31,7 @@ SETTINGS = "settings.json"
 REPORT = "report.json"
 """File of an evaluation that has ended."""
 _FREE = (
-    *(f"run.{name}" for name in ("output", "ray_address", "tracking", "stream", "checkpoint", "evaluation")),
+    *(f"run.{name}" for name in RunConfig.FREE),
     "weights_sha256",  # by which earlier versions knew the weights: it changed with the files' times
 )
 """Settings that may change when an evaluation is resumed."""
@@ -167,7 +167,7 @@ class ResultFolder:
             self._save()
 
     def finish(self) -> None:
-        self._state["finished"] = True
+        self._state |= {"finished": True, "num_parts": len(_parts(self.path))}
         self._save()
 
     def done(self) -> set[str]:
@@ -218,10 +218,11 @@ class ResultFolder:
 
 
 def read_result_state(folder: Path) -> dict[str, Any]:
-    """Returns how the results in `folder` came about (`settings`) and whether they are `finished`. Raises ConfigError
-    for a damaged file."""
+    """Returns how the results in `folder` came about (`settings`) and whether they are `finished`: none of their parts
+    was removed since. Raises ConfigError for a damaged file."""
     mends = f"delete {folder} to evaluate this again"
-    return read_record(folder / SETTINGS, mends=mends, settings=dict, finished=bool)
+    state = read_record(folder / SETTINGS, mends=mends, settings=dict, finished=bool)
+    return state | {"finished": state["finished"] and len(_parts(folder)) >= state.get("num_parts", 0)}
 
 
 def read_results(folder: Path) -> list[ResultRow]:
