@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -14,11 +15,16 @@ MAX_OBJECTIVES = 16
 
 
 def join_objectives(
-    questions: Iterable[Question], *, objectives: int, seed: int | None = None, file: str = ""
+    questions: Iterable[Question],
+    *,
+    objectives: int,
+    seed: int | None = None,
+    file: str = "",
+    left_out: Counter[str] | None = None,
 ) -> Iterator[Question]:
     """Yields every `objectives` neighbours as one question, their texts (each ending in "?") joined by "; ". A
-    remainder is skipped. Each fact of the new question's evidence has its objective. It has no hops and no document:
-    these belong to one of them alone.
+    remainder is skipped, and counted in `left_out`. Each fact of the new question's evidence has its objective. It has
+    no hops and no document: these belong to one of them alone.
 
     As published (MEM1) neighbours are those of the file; `seed` shuffles the questions first. Raises ConfigError for
     neighbours that search different parts of the corpus, since an agent searches one part at a time. `file` is where
@@ -49,6 +55,8 @@ def join_objectives(
             context="",
             recall_targets=[],
         )
+    if group and left_out is not None:
+        left_out["too few for one more"] += len(group)
 
 
 def _alone(golden_answers: Sequence[str]) -> str:

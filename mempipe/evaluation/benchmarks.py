@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from mempipe.data.input_files import is_remote
 from mempipe.data.objectives import join_objectives
 from mempipe.data.qa import iter_questions
 from mempipe.evaluation.suite import Benchmark
@@ -51,7 +52,7 @@ def find_file(benchmark: Benchmark, *, data_dir: str) -> str:
         names = _FLASHRAG_FILES + _PUBLISHED_FILES * (benchmark.name in WEB_QUESTIONS)
         candidates = [str(Path(data_dir) / benchmark.name / name) for name in names]
     for path in candidates:
-        if "://" in path or Path(path).exists():
+        if is_remote(path) or Path(path).exists():
             return path
     *others, last = candidates
     tried = f"{', '.join(others)} and {last} do" if others else f"{last} does"
@@ -66,7 +67,9 @@ def read_benchmark(benchmark: Benchmark, file: str, *, left_out: Counter[str] | 
     `read_questions` does."""
     questions = iter_questions(file, columns=benchmark.columns, left_out=left_out)
     if benchmark.objectives > 1:
-        questions = join_objectives(questions, objectives=benchmark.objectives, seed=benchmark.pair_seed, file=file)
+        questions = join_objectives(
+            questions, objectives=benchmark.objectives, seed=benchmark.pair_seed, file=file, left_out=left_out
+        )
     try:
         yield from islice(questions, benchmark.num_questions or None)
     except ConfigError as error:

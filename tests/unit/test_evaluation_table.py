@@ -26,7 +26,14 @@ from mempipe.evaluation.distribution import distribution_tables
 from mempipe.evaluation.judge import judge_answers, judge_prompt, parse_verdict
 from mempipe.evaluation.metrics import METRICS
 from mempipe.evaluation.quality_by_turn import TurnQuality
-from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
+from mempipe.evaluation.results import (
+    ResultFolder,
+    ResultRow,
+    read_groups,
+    read_result_state,
+    read_results,
+    result_row,
+)
 from mempipe.evaluation.rollout_metrics import context_tokens_by_turn, prompt_tokens_by_turn
 from mempipe.evaluation.statistics import Interval, bootstrap_average
 from mempipe.evaluation.suite import (
@@ -244,6 +251,11 @@ def test_sets_are_found_by_name_and_unknown_or_missing_ones_refused(tmp_path):
             find_file(benchmark, data_dir=data_dir)
 
 
+@pytest.mark.parametrize("file", ["RUC-NLPIR/FlashRAG_datasets:nq/test.jsonl", "hf://a/b/test.jsonl", "s3://a/b.csv"])
+def test_the_file_of_a_set_may_be_remote(file):
+    assert find_file(Benchmark(name="mine", file=file), data_dir="") == file
+
+
 def test_an_evaluation_says_which_rows_of_a_set_are_skipped(tmp_path, capsys):
     from pipelines.evaluate import _read_set
 
@@ -286,6 +298,21 @@ def test_neighbours_are_asked_as_one_and_a_remainder_is_left_out():
     ]
     with pytest.raises(ConfigError, match="q1 searches 'part-0', q2 searches 'part-1'; put questions of the same"):
         list(join_objectives(apart[1:], objectives=2))
+
+
+def test_an_evaluation_says_how_many_questions_are_too_few_for_one_more(tmp_path, capsys):
+    from pipelines.evaluate import _read_set
+
+    file = tmp_path / "five.parquet"
+    write_questions(file, [question(i) for i in range(5)])
+    assert _read_set(Benchmark(name="mine", file=str(file), objectives=3), str(file)).num_questions == 1
+    assert "mine_x3: 1 questions; 2 rows are skipped: 2 too few for one more;" in " ".join(
+        capsys.readouterr().out.split()
+    )
+    assert (
+        _read_set(Benchmark(name="mine", file=str(file), objectives=2, num_questions=1), str(file)).num_questions == 1
+    )
+    assert "skipped" not in capsys.readouterr().out
 
 
 def test_questions_that_cannot_be_asked_as_one_are_refused_with_their_file(tmp_path):
@@ -387,6 +414,16 @@ def test_results_of_other_settings_are_not_continued(tmp_path):
         ResultFolder(tmp_path, {"run": {**settings["run"], "budget": {"max_turns": 6}}, "num_samples": 2})
 
 
+def test_an_evaluation_goes_on_with_other_settings_of_placement_and_speed(tmp_path):
+    """One that ran out of memory is continued with smaller engines, as a training is."""
+    settings = {"run": RunConfig().model_dump(mode="json"), "num_samples": 1}
+    ResultFolder(tmp_path, settings).open()
+    generation = settings["run"]["generation"] | {"gpu_memory_utilization": 0.5, "num_replicas": 2}
+    ResultFolder(tmp_path, settings | {"run": settings["run"] | {"generation": generation, "grace_s": 5.0}})
+    with pytest.raises(ConfigError, match=r"other settings \(run\.model\.dtype\)"):
+        ResultFolder(tmp_path, settings | {"run": settings["run"] | {"model": {"dtype": "float32"}}})
+
+
 def test_results_of_a_version_without_a_setting_are_those_of_its_default(tmp_path):
     run = RunConfig().model_dump(mode="json")
     older = {**run, "reference": {k: v for k, v in run["reference"].items() if k != "on_ranks"}}
@@ -396,6 +433,24 @@ def test_results_of_a_version_without_a_setting_are_those_of_its_default(tmp_pat
     run["reference"]["on_ranks"] = True
     with pytest.raises(ConfigError, match=r"other settings \(run\.reference\.on_ranks\)"):
         ResultFolder(tmp_path, {"run": run, "sampling": sampling})
+
+
+def test_the_questions_of_a_part_that_was_removed_are_asked_again_also_of_a_finished_set(tmp_path):
+    """As the message about a damaged part says. Else the report would be of the other questions, in silence."""
+    results = ResultFolder(tmp_path, {"run": {}})
+    results.open()
+    for number in range(2):
+        results.append([group(number, "x")], rows_of(group(number, "x")))
+    results.finish()
+    (tmp_path / "part-00001.parquet").write_bytes(b"PAR1 no")
+    with pytest.raises(ConfigError, match=r"part-00001\.parquet .*; delete it to have its questions asked again"):
+        read_results(tmp_path)
+    (tmp_path / "part-00001.parquet").unlink()
+    again = ResultFolder(tmp_path, {"run": {}})
+    assert not again.finished and not read_result_state(tmp_path)["finished"] and again.done() == {"q0"}
+    again.append([group(1, "x")], rows_of(group(1, "x")))
+    again.finish()
+    assert ResultFolder(tmp_path, {"run": {}}).finished and len(read_results(tmp_path)) == 2
 
 
 def test_a_damaged_folder_is_refused(tmp_path):
