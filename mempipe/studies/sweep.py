@@ -152,7 +152,7 @@ def study_sweep(folder: Path, *, metric: str = "em", margin: float | None = None
     Raises ConfigError while trials are missing.
     """
     sweep = load_sweep(folder / SWEEP_FILE)
-    planned = [name for name in _begun(folder) if name in _names(sweep)]
+    planned = _planned(folder, sweep)
     if missing := [name for name in planned if not (folder / "trials" / name).is_dir()]:
         raise ConfigError(f"{folder}: {', '.join(missing)} were never started; `mempipe sweep` --resume continues")
     runs = []
@@ -195,11 +195,12 @@ def check_same(folder: Path, planned: Sequence[Trial]) -> None:
             if not file.exists():
                 continue
             kept, wanted = completed(_kept(file), type(config)), config.model_dump(mode="json")
-            differing = [name for name, *_ in differences(kept, wanted, free=SweepConfig.FREE)]
-            if differing:
+            if differing := [*differences(kept, wanted, free=SweepConfig.FREE)]:
+                listed = ", ".join(f"{name} {now!r} (was {before!r})" for name, before, now in differing)
+                run = "" if trial.training is None else f", {trial.training.folder}"
                 raise ConfigError(
-                    f"{trial.name} was started with other settings ({', '.join(differing)}); give the sweep another "
-                    f"name, or delete {file} and {trial.suite.folder}"
+                    f"{trial.name} was started with other settings: {listed}; give the sweep another name, or delete "
+                    f"{file}{run} and {trial.suite.folder}"
                 )
         _check_measured(trial)
 
@@ -227,6 +228,17 @@ def _check_measured(trial: Trial) -> None:
 def _begun(folder: Path) -> list[str]:
     """Returns the names of the trials that have a config in the folder, in order."""
     return sorted(file.name.removesuffix(_SUFFIX) for file in (folder / "configs").glob(f"*{_SUFFIX}"))
+
+
+def _planned(folder: Path, sweep: SweepConfig) -> list[str]:
+    """Returns the names of the sweep's trials, in order. Those that were begun tell whether a run has budgets, since a
+    copy of the folder may lack the run's config; a run of which none was begun is there by its own name."""
+    begun, planned = set(_begun(folder)), list[str]()
+    for run in sweep.runs:
+        of_budgets = [trial_name(run, tokens, seed) for tokens in sweep.budgets for seed in sweep.seeds]
+        of_reference = [trial_name(run, None, seed) for seed in sweep.seeds]
+        planned += next((names for names in (of_budgets, of_reference) if begun.intersection(names)), [run.name])
+    return sorted(planned)
 
 
 def _names(sweep: SweepConfig) -> set[str]:

@@ -342,7 +342,9 @@ def test_a_sweep_starts_once_and_goes_on_with_the_same_trials_only(tmp_path):
         begin(sweep, trials(sweep), resume="never")
     longer = config(tmp_path, budgets=[4, 8, 16], ray_address="127.0.0.1:1")  # more trials are the same sweep
     begin(longer, trials(longer), resume="always")
-    with pytest.raises(ConfigError, match=r"mem-memory-4-seed-1 was started with other settings \(num_samples\)"):
+    with pytest.raises(
+        ConfigError, match=r"mem-memory-4-seed-1 was started with other settings: num_samples 3 \(was 1\); give"
+    ):
         check_same(sweep.folder, trials(config(tmp_path, num_samples=3)))
 
 
@@ -449,6 +451,22 @@ def test_a_trial_whose_results_are_missing_is_not_left_out_in_silence(tmp_path):
         study_sweep(sweep.folder)
     shutil.rmtree(largest.results)  # it began, and its engine did not start
     with pytest.raises(ConfigError, match="mem-memory-8-seed-1 has no results of world"):
+        study_sweep(sweep.folder)
+
+
+@pytest.mark.parametrize("changes", [{"budgets": [4, 8, 16]}, {"seeds": [1, 2], "sampling": {"temperature": 1.0}}])
+def test_a_trial_that_was_listed_and_never_begun_is_not_left_out_in_silence(tmp_path, changes):
+    """The sweep was told of it and ended before its first trial, for instance because the cluster was away."""
+    sweep = config(tmp_path, sampling={"temperature": 1.0})
+    for trial in trials(sweep):
+        write_configs(sweep.folder, trial)
+        finish(trial, right=10)
+    longer = config(tmp_path, **({"sampling": {"temperature": 1.0}} | changes))
+    begin(longer, trials(longer), resume="always")
+    missing = (
+        "mem-memory-16-seed-1" if "budgets" in changes else "mem-memory-4-seed-2, mem-memory-8-seed-2, react-seed-2"
+    )
+    with pytest.raises(ConfigError, match=f": {missing} were never started; `mempipe sweep` --resume continues"):
         study_sweep(sweep.folder)
 
 
