@@ -68,7 +68,11 @@ def _over_seeds(chain: ChainConfig, parts: Mapping[int | None, ChainConfig]) -> 
         seed: chain_table(part, chain_runs(part), part.tracking) for seed, part in parts.items() if seed is not None
     }
     first = next(iter(suites.values()))
-    evaluated = read_seeds({seed: suite.folder for seed, suite in suites.items()}, [run.name for run in first.runs])
+    evaluated = read_seeds(
+        {seed: suite.folder for seed, suite in suites.items()},
+        [run.name for run in first.runs],
+        labels=[benchmark.label for benchmark in first.benchmarks],
+    )
     families: dict[tuple[str, int], list[str]] = {}
     for label, benchmark in ordered({each.label: each for each in first.benchmarks}).items():
         families.setdefault(family(benchmark), []).append(label)

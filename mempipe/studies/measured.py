@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -81,13 +81,16 @@ class Measured:
     """Tokens of an attempt's largest context, as a mean over attempts."""
 
 
-def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
-    """Reads the runs of an evaluation, named by their folders. Raises ConfigError for one that is unfinished, and for a
-    folder that is not there."""
+def measured_runs(
+    folder: Path, *, names: Collection[str] | None = None, labels: Collection[str] | None = None
+) -> Iterator[MeasuredRun]:
+    """Reads the runs of an evaluation, named by their folders, or those of these `names` on the sets with these
+    `labels` alone. Raises ConfigError for one that is unfinished, and for a folder that is not there."""
     if not folder.is_dir():
         raise ConfigError(f"{folder} does not exist; run the evaluation first")
-    for run in sorted(each for each in folder.iterdir() if each.is_dir()):
-        states = {file.parent: read_result_state(file.parent) for file in sorted(run.glob(f"*/{SETTINGS}"))}
+    for run in sorted(each for each in folder.iterdir() if each.is_dir() and (names is None or each.name in names)):
+        sets = sorted(file.parent for file in run.glob(f"*/{SETTINGS}") if labels is None or file.parent.name in labels)
+        states = {each: read_result_state(each) for each in sets}
         for path, state in states.items():
             if not state["finished"]:
                 raise ConfigError(f"{path} is unfinished; run the evaluation to its end first")
@@ -98,7 +101,7 @@ def measured_runs(folder: Path) -> Iterator[MeasuredRun]:
                 name=run.name,
                 agent=config["agent"]["name"],
                 memory_tokens=None if is_control else config["budget"].get("memory_tokens"),
-                sets=read_sets(run),
+                sets={each.name: read_results(each) for each in sets},
                 model=_model_size(config.get("model", {})),
             )
 
@@ -118,11 +121,6 @@ def pooled(repeats: Sequence[Sets]) -> Sets:
                 asked[_identity(row)].append(row)
         sets[label] = [_merged(identity, rows) for identity, rows in asked.items()]
     return sets
-
-
-def read_sets(run: Path) -> Sets:
-    """Reads the rows of an evaluated run's folder, by set."""
-    return {file.parent.name: read_results(file.parent) for file in sorted(run.glob(f"*/{SETTINGS}"))}
 
 
 def mean_score(sets: Sets, metric: str) -> float:

@@ -9,7 +9,7 @@ questions, and in a world of its own the same world. Seeds are never counted as 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -63,9 +63,16 @@ Evaluated = Mapping[int, Mapping[str, Sets]]
 """The rows of every run by set, by seed and name of the run."""
 
 
-def read_seeds(folders: Mapping[int, Path], names: Sequence[str]) -> Evaluated:
-    """Reads the evaluation of every seed. Raises ConfigError for one that is unfinished or lacks a run or a set."""
-    found = {seed: {run.name: run.sets for run in measured_runs(folder)} for seed, folder in folders.items()}
+def read_seeds(
+    folders: Mapping[int, Path], names: Sequence[str], *, labels: Collection[str] | None = None
+) -> Evaluated:
+    """Reads these runs in the evaluation of every seed, on the sets with these `labels` (None: on all). What else an
+    evaluation has from earlier, with other sets or rows, does not count. Raises ConfigError for one that is unfinished
+    or lacks a run or a set."""
+    found = {
+        seed: {run.name: run.sets for run in measured_runs(folder, names=names, labels=labels)}
+        for seed, folder in folders.items()
+    }
     for seed, runs in found.items():
         if missing := [name for name in names if name not in runs]:
             raise ConfigError(f"{folders[seed]} has no results of {', '.join(missing)}; run the chain to its end first")

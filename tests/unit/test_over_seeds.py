@@ -51,7 +51,7 @@ EVALUATED = {
 
 
 def table(evaluated=EVALUATED, **options: Any):
-    return over_seeds(evaluated, metric="em", compared=[("with", "alone")], bootstrap=BOOTSTRAP, **options)
+    return over_seeds(evaluated, **{"metric": "em", "compared": [("with", "alone")], "bootstrap": BOOTSTRAP} | options)
 
 
 def test_every_row_has_its_mean_over_seeds_and_the_interval_over_trainings():
@@ -146,6 +146,15 @@ def test_a_seed_that_lacks_a_run_or_a_set_is_refused(tmp_path):
         read_seeds(fewer, ["with"])
     with pytest.raises(ConfigError, match="is unfinished"):
         read_seeds({1: saved(tmp_path / "4", EVALUATED[1], finish=False)}, ["with"])
+
+
+def test_sets_and_rows_that_the_chain_does_not_list_any_more_do_not_count(tmp_path):
+    """The first seed was evaluated on two sets, one of them not to its end; the chain asks one of them now."""
+    folders = {1: saved(tmp_path / "1", EVALUATED[1]), 2: saved(tmp_path / "2", {"with": {"a": rights(9)}})}
+    saved(tmp_path / "1", {"with": {"c": rights(3)}, "old row": {"a": rights(3)}}, finish=False)
+    read = read_seeds(folders, ["with"], labels=["a"])
+    assert {seed: [*runs["with"]] for seed, runs in read.items()} == {1: ["a"], 2: ["a"]}
+    assert table(read | {3: read[2]}, compared=[]).rows["with"]["a"].by_seed == pytest.approx([0.8, 0.9, 0.9])
 
 
 def test_a_chain_is_repeated_under_each_seed_in_a_folder_of_its_own(tmp_path):
