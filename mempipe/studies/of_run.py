@@ -32,6 +32,9 @@ from mempipe.studies.sweep import SweepConfig, load_sweep
 
 NUM_HELD_OUT = 96
 """Held-out questions of the run that are asked; of a file that is named all are."""
+_OF_A_TRAINING = ("algorithm", "evaluation", "learner", "num_steps", "optimizer")
+"""Further sections of a run that only its training reads. In its config they do no harm; whoever gives one with the
+command means something else."""
 BUDGET_SHARES = (16, 8, 4, 2, 1)
 """A sweep tries the memory's budget divided by each of them."""
 
@@ -92,6 +95,10 @@ def _agent(folder: str, overrides: dict[str, Any], study: type[Section]) -> tupl
     for key in NOT_EVALUATED:
         if key in overrides and key not in study.model_fields:
             raise ConfigError(f"{key} is read by a training only; name a question file to ask other questions")
+    if key := next((key for key in _OF_A_TRAINING if key in overrides), ""):
+        raise ConfigError(
+            f"{key} is read by a training only; what is asked, and how, say num_questions, num_samples and sampling"
+        )
     settings = {
         key: each for key, each in overrides.items() if key in RunConfig.model_fields.keys() - study.model_fields
     }
