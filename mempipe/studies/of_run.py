@@ -97,7 +97,8 @@ def _agent(folder: str, overrides: dict[str, Any], study: type[Section]) -> tupl
             raise ConfigError(f"{key} is read by a training only; name a question file to ask other questions")
     if key := next((key for key in _OF_A_TRAINING if key in overrides), ""):
         raise ConfigError(
-            f"{key} is read by a training only; what is asked, and how, say num_questions, num_samples and sampling"
+            f"{key} is read by a training only; the settings of an evaluation are num_questions, num_samples and "
+            "sampling"
         )
     settings = {
         key: each for key, each in overrides.items() if key in RunConfig.model_fields.keys() - study.model_fields

@@ -231,8 +231,8 @@ def _begun(folder: Path) -> list[str]:
 
 
 def _planned(folder: Path, sweep: SweepConfig) -> list[str]:
-    """Returns the names of the sweep's trials, in order. Those that were begun tell whether a run has budgets, since a
-    copy of the folder may lack the run's config; a run of which none was begun is there by its own name."""
+    """Returns the names of the sweep's trials, in order. Whether a run has budgets is known from its trials that were
+    begun, since a copy of the folder may lack the run's config. A run without such a trial is listed by its name."""
     begun, planned = set(_begun(folder)), list[str]()
     for run in sweep.runs:
         of_budgets = [trial_name(run, tokens, seed) for tokens in sweep.budgets for seed in sweep.seeds]
