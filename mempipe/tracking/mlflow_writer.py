@@ -23,6 +23,8 @@ _MAX_PARAM_CHARS = 500
 _MAX_NAME_CHARS = 250
 _RUN_ID_FILE = "mlflow_run_id"
 _TRAINED_AGAIN = "mempipe.trained_again"
+_NO_PLACE = (FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError)
+"""Errors of a file that is not there, or whose place this machine cannot write, as a folder of the server's machine."""
 
 _logger = logging.getLogger(__name__)
 
@@ -63,6 +65,7 @@ class MlflowRun:
         self._history = history
         self._client: Any = None
         self._experiment_id = ""
+        self._config_file = ""
         self._identity: tuple[int, int] | None = None  # of the database file
 
     def check(self) -> None:
@@ -74,7 +77,7 @@ class MlflowRun:
             raise StoreGone(f"the database {database_file(self.uri)} {what} while the run continued")
 
     def connect(self) -> None:
-        """Finds or makes experiment and run, and records parameters and config."""
+        """Finds or makes experiment and run, and records parameters."""
         if self._client is None:
             _quiet_mlflow()
             from mlflow import MlflowClient
@@ -84,9 +87,10 @@ class MlflowRun:
         self._identity = file_identity(self.uri)
         resumed = self._resumed_run()
         run_id = resumed or self._new_run()
-        self._log_config(run_id, resumed=resumed is not None)
         if resumed is None:
+            self._log_params(run_id)
             self._log_history(run_id)
+        self._config_file = "config.yaml" if resumed is None else f"config-resumed-{self._started}.yaml"
         write_text(self._folder / _RUN_ID_FILE, run_id + "\n", make_folder=False)  # it may be a mount that is away
         self.run_id = run_id
 
@@ -134,6 +138,10 @@ class MlflowRun:
             client.start_trace(info)
             client.log_spans(self._experiment_id, spans)
 
+    def log_config(self) -> None:
+        """Writes the config as a file. `connect` does not: a server may take metrics and no files."""
+        self._client.log_dict(self.run_id, dict(self._run_config), self._config_file)
+
     def log_artifact(self, path: Path, artifact_folder: str | None) -> None:
         self._client.log_artifact(self.run_id, str(path), artifact_folder)
 
@@ -142,14 +150,16 @@ class MlflowRun:
 
     def is_temporary(self, error: Exception) -> bool:
         from mlflow.exceptions import MlflowException
+        from requests import HTTPError
         from sqlalchemy.exc import OperationalError
 
         if isinstance(error, MlflowException):
-            status = error.get_http_status_code()
-            return status >= 500 or status in (401, 403, 408, 429)
+            return _is_temporary(error.get_http_status_code())
+        if isinstance(error, HTTPError):  # of a file; it is an OSError
+            return error.response is None or _is_temporary(error.response.status_code)
         if isinstance(error, OperationalError):  # of `forget_metrics`: another run locks the database, or it is full
             return True
-        return isinstance(error, OSError) and not isinstance(error, FileNotFoundError | IsADirectoryError)
+        return isinstance(error, OSError) and not isinstance(error, _NO_PLACE)
 
     def _experiment(self) -> str:
         found = self._client.get_experiment_by_name(self._config.experiment)
@@ -193,15 +203,11 @@ class MlflowRun:
 
         self._client.log_batch(run_id, metrics=[Metric(*entry) for entry in entries], synchronous=True)
 
-    def _log_config(self, run_id: str, *, resumed: bool) -> None:
-        """Records parameters and config. A resumed run keeps its parameters, which MLflow does not let change, and gets
-        another config file.
-        """
+    def _log_params(self, run_id: str) -> None:
+        """Records the settings as parameters. A resumed run keeps its own, which MLflow does not let change."""
         from mlflow.entities import Param
 
-        name = f"config-resumed-{self._started}.yaml" if resumed else "config.yaml"
-        self._client.log_dict(run_id, dict(self._run_config), name)
-        params = [] if resumed else [Param(key, value) for key, value in _flatten(self._run_config).items()]
+        params = [Param(key, value) for key, value in _flatten(self._run_config).items()]
         for start in range(0, len(params), _PARAMS_PER_CALL):
             self._client.log_batch(run_id, params=params[start : start + _PARAMS_PER_CALL], synchronous=True)
 
@@ -219,10 +225,16 @@ def tracking_uri(config: TrackingConfig, folder: str | Path) -> str:
     return config.uri or os.environ.get("MLFLOW_TRACKING_URI", "") or _local_uri(folder)
 
 
+def _is_temporary(status: int) -> bool:
+    """Returns whether a server that answers with this status of HTTP may take the same request later."""
+    return status >= 500 or status in (401, 403, 408, 429)
+
+
 def mlflow_name(name: str) -> str:
     """Returns the name of a metric or a parameter as MLflow takes it. One that it refuses is never written, and a
-    parameter is written before everything else."""
-    return re.sub(r"[^\w\-. :/]", "_", name)[:_MAX_NAME_CHARS]
+    parameter is written before everything else. A slash parts it, and no part may be empty or a folder's dots."""
+    parts = re.sub(r"[^\w\-. :/]", "_", name)[:_MAX_NAME_CHARS].split("/")
+    return "/".join(part for part in parts if part not in ("", ".", "..")) or "_"
 
 
 def _local_uri(folder: str | Path) -> str:

@@ -13,7 +13,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from mempipe.tracking.metrics_writer import MetricsWriter
+from mempipe.tracking.metrics_writer import MetricsWriter, RecordedRun
 
 FOLDER = "tensorboard"
 _VERSION = "brain.Event:2"
@@ -23,15 +23,19 @@ _VERSION = "brain.Event:2"
 class TensorBoardWriter(MetricsWriter):
     """Writes one event file for each start of the run."""
 
-    def open(self) -> bool:
-        folder = self.run.folder / FOLDER
-        folder.mkdir(exist_ok=True)
-        is_new = not any(folder.glob("*tfevents*"))
-        now = time.time()  # readers take the files in the order of their names
+    def __init__(self, run: RecordedRun) -> None:
+        super().__init__(run)
+        folder, now = run.folder / FOLDER, time.time()  # readers take the files in the order of their names
         self._path = folder / f"events.out.tfevents.{now:017.6f}.{socket.gethostname()}.{os.getpid()}"
-        self._path.touch()
         self._num_bytes = 0
-        self._append(Event(wall_time=now, file_version=_VERSION))
+
+    def open(self) -> bool:
+        folder = self._path.parent
+        folder.mkdir(exist_ok=True)
+        others = (file for file in folder.glob("*tfevents*") if file != self._path)  # which is of a call that failed
+        is_new = not any(file.stat().st_size for file in others)
+        self._path.touch()
+        self._append(Event(wall_time=time.time(), file_version=_VERSION))
         return is_new
 
     def log_metrics(self, values: Mapping[str, float], *, step: int, time_s: float) -> None:

@@ -83,6 +83,7 @@ class Tracker:
                 history=self._history,
             )
             self._writer = BackgroundWriter(store, tell=tell)
+            self._writer.add_call(lambda store: store.log_config())
         run = RecordedRun(name=run_name, folder=self._folder, experiment=config.experiment, settings=run_config)
         self._further = [
             BackgroundWriter(
@@ -118,7 +119,7 @@ class Tracker:
         if not self._writer:
             return
         for group in sample_groups(groups, num_trajectories=self._config.traces_per_step, seed=int(step)):
-            if self._writer.num_waiting >= MAX_WAITING_TRACES:
+            if self._writer.num_waiting > MAX_WAITING_TRACES:  # the config is one more
                 self._num_traces_left_out += 1
                 continue
             self._writer.add_call(

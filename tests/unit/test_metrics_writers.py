@@ -187,6 +187,29 @@ def test_tensorboard_shows_each_step_once_also_after_a_resume(tmp_path):
     assert len(list((tmp_path / "tensorboard").iterdir())) == 2 and first.exists()
 
 
+def test_tensorboard_gets_the_steps_before_also_when_its_first_file_cannot_be_begun(tmp_path, monkeypatch):
+    pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
+    from mempipe.tracking import tensorboard_writer
+
+    earlier = make_tracker(tmp_path)
+    log(earlier, 1, 2)
+    earlier.finish()
+    time.sleep(0.01)  # rows of this start have another time
+    append, faults = tensorboard_writer.TensorBoardWriter._append, [OSError(28, "No space left on device")]
+
+    def full(self, event) -> None:
+        if faults:
+            raise faults.pop()
+        append(self, event)
+
+    monkeypatch.setattr(tensorboard_writer.TensorBoardWriter, "_append", full)
+    tracker = make_tracker(tmp_path, "tensorboard")
+    log(tracker, 3)
+    assert tracker.finish().losses == ()
+    assert [step for step, _ in read_tensorboard(tmp_path)["em"]] == [1, 2, 3]
+    assert len(list((tmp_path / "tensorboard").iterdir())) == 1
+
+
 def test_an_event_that_the_disk_took_in_part_is_overwritten(tmp_path):
     pytest.importorskip("tensorboard", reason="the extra `tensorboard` is not installed")
     tracker = make_tracker(tmp_path, "tensorboard")

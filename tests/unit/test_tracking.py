@@ -231,10 +231,12 @@ def test_more_metrics_than_one_call_holds(tmp_path):
 def test_names_that_mlflow_does_not_know_are_rewritten(tmp_path):
     stages = {"stages": {"memory + search": {"config": "memory.yaml"}}}  # of a chain, whose names are the user's
     tracker = make_tracker(tmp_path / "a", run_config=stages)
-    tracker.log_metrics({"em@2 hops": 1.0}, step=0)
+    tracker.log_metrics({"em@2 hops": 1.0, "measure//rule/": 0.5, "measure/../b": 0.0}, step=0)
     summary = tracker.finish()
     data = client_of(tmp_path / "a").get_run(summary.run_id).data
-    assert data.metrics == {"em_2 hops": 1.0} and data.params == {"stages.memory _ search.config": "memory.yaml"}
+    assert data.metrics == {"em_2 hops": 1.0, "measure/rule": 0.5, "measure/b": 0.0} and data.params == {
+        "stages.memory _ search.config": "memory.yaml"
+    }
     assert read_metrics(tmp_path / "a" / "metrics.jsonl")[0]["em@2 hops"] == 1.0
 
 
@@ -373,7 +375,7 @@ def logged_against(uri: str, folder: Path, caplog):
     summary = tracker.finish(timeout_s=1.0)
     assert time.perf_counter() - started < 1.0 + AT_ONCE_S
     assert slowest < AT_ONCE_S
-    assert summary.run_id is None and summary.num_unwritten == 20 + 20 + 1  # metrics, traces, the end
+    assert summary.run_id is None and summary.num_unwritten == 20 + 20 + 1 + 1  # metrics, traces, the config, the end
     assert [row["em"] for row in read_metrics(folder / "metrics.jsonl")] == [step / 20 for step in range(20)]
     (warning,) = [record.message for record in caplog.records if "incomplete" in record.message]
     assert warning.endswith("metrics.jsonl has every metric")
@@ -405,6 +407,31 @@ def test_an_entry_that_can_never_be_written_is_counted_and_holds_nothing_up(tmp_
         "em": 1.0
     }
     assert sum("refuses" in record.message for record in caplog.records) == 1
+
+
+def test_a_server_that_takes_no_files_has_every_metric_and_the_end_of_the_run(tmp_path):
+    """Its files belong into a folder of its own machine, which this machine cannot write."""
+    (tmp_path / "file").write_text("no folder")
+    config = TrackingConfig(experiment="remote")
+    client_of(tmp_path / "a").create_experiment("remote", artifact_location=f"file://{tmp_path}/file/mlartifacts")
+    tracker = make_tracker(tmp_path / "a", config=config)
+    tracker.log_metrics({"em": 1.0}, step=0)
+    tracker.log_artifact(tmp_path / "file")
+    summary = tracker.finish()
+    assert (summary.num_refused, summary.num_unwritten) == (2, 0)
+    run = client_of(tmp_path / "a").get_run(str(summary.run_id))
+    assert run.info.status == "FINISHED" and run.data.metrics == {"em": 1.0} and run.data.params["name"] == "a"
+    assert "refused 2 entries; the first: NotADirectoryError" in summary.losses[0]
+
+
+@pytest.mark.parametrize(("status", "is_temporary"), [(413, False), (404, False), (403, True), (503, True)])
+def test_a_file_that_a_server_refuses_is_not_sent_again(tmp_path, status, is_temporary):
+    from requests import HTTPError, Response
+
+    response = Response()
+    response.status_code = status
+    store = MlflowRun(TrackingConfig(), folder=tmp_path, run_name="a", run_config={}, resume_run_id=None)
+    assert store.is_temporary(HTTPError("refused", response=response)) == is_temporary
 
 
 def test_passwords_of_uris_are_not_recorded(tmp_path):

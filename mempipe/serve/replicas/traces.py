@@ -16,7 +16,7 @@ from mempipe.tracking.tracker import last_run_id, without_credentials
 from mempipe.types import Group
 
 MAX_WAITING = 64
-"""Traces that wait for a slow server; further ones are skipped, so that memory stays bounded."""
+"""Traces, and the config, that wait for a slow server; further ones are skipped, so that memory stays bounded."""
 FINISH_TIMEOUT_S = 5.0
 
 
@@ -34,6 +34,7 @@ class SampledTraces:
             resume_run_id=last_run_id(served.state),
         )
         self._writer = BackgroundWriter(run)
+        self._writer.add_call(lambda run: run.log_config())
         self._share = share
         self._decode = decode
 
