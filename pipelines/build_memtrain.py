@@ -55,6 +55,7 @@ DOCUMENTS, HELD_OUT, SUMMARY, SETTINGS, PARTS, ENTITIES = (
 PASSAGES_AT_ONCE = 512
 LEAST_ACCEPTED = 0.05
 """Share of the pivots that is expected to give a document, when fewer have so far."""
+_NUMBERS = ("num_documents", "num_held_out")
 _AGAIN = "make the documents again (mempipe data memtrain)"
 _PART_ADVICE = "remove it, and the same command makes it again"
 
@@ -134,12 +135,15 @@ def shown(folder: Path, count: int) -> list[str]:
 
 
 def _check_same(file: Path, config: DocumentsConfig, **facts: str) -> None:
-    """Keeps the settings and the facts in the folder. Raises ConfigError when it was begun with others."""
-    if not file.exists():
+    """Keeps the settings and the facts in the folder. Raises ConfigError when it was begun with others. No part depends
+    on the numbers of documents, so an unfinished build may continue with other ones."""
+    kept = read_object(file, advice=f"remove {file.parent}, and {_AGAIN}") if file.exists() else None
+    changed = [] if kept is None else changed_settings(kept, config, **facts)
+    is_finished = (file.parent / SUMMARY).exists()
+    if kept is None or (changed and not is_finished and all(name in _NUMBERS for name, *_ in changed)):
         write_object(file, config.model_dump(mode="json", exclude={*config.FREE}) | facts)
         return
-    kept = read_object(file, advice=f"remove {file.parent}, and {_AGAIN}")
-    for name, before, now in changed_settings(kept, config, **facts):
+    for name, before, now in changed:
         raise ConfigError(
             f"{file.parent} was begun with {name} {before!r}, now it is {now!r}; choose another name, or remove the "
             "folder"

@@ -157,6 +157,19 @@ def test_held_out_documents_have_a_file_of_their_own_and_both_are_question_files
         build_memtrain.main(config(files, tmp_path / "none", num_held_out=5000))
 
 
+def test_a_build_with_too_few_documents_goes_on_with_fewer_that_are_held_out(files, made, tmp_path):
+    with pytest.raises(ConfigError, match="none is left to train on: lower it"):
+        build_memtrain.main(config(files, tmp_path, num_held_out=5000))
+    made.clear()
+    folder = build_memtrain.main(config(files, tmp_path, num_documents=9, num_held_out=3))
+    assert not made, "all parts are there"
+    whole = build_memtrain.main(config(files, tmp_path / "at once", num_documents=9, num_held_out=3))
+    for name in ("held_out.parquet", "documents.parquet"):
+        assert (folder / name).read_bytes() == (whole / name).read_bytes()
+    with pytest.raises(ConfigError, match="was begun with num_held_out 3, now it is 2"):
+        build_memtrain.main(config(files, tmp_path, num_documents=9, num_held_out=2))
+
+
 def test_no_prompt_about_a_document_shows_what_is_asked(files, made, tmp_path):
     folder = build_memtrain.main(config(files, tmp_path, num_documents=8))
     budget = {"chunk_tokens": 200, "question_tokens": 64, "context_tokens": 4096}
