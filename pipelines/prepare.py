@@ -20,6 +20,7 @@ from mempipe.data.world import Relations, World, make_questions, make_worlds
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.masking.cloze import SPLITS
 from mempipe.masking.config import ClozeConfig
+from mempipe.progress import say
 from mempipe.retrieval.build import build_index
 from mempipe.retrieval.config import IndexConfig
 from mempipe.retrieval.encoders import HashingEncoder
@@ -53,7 +54,8 @@ def _with_imported_model(run: Run, config: RunConfig) -> RunConfig:
 
 
 def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> RunConfig:
-    """Makes questions and an index of data.corpus. Questions that do not fit the agent's budget are skipped."""
+    """Makes questions and an index of data.corpus. Questions that do not fit the agent's budget are skipped. Without a
+    test question nothing is evaluated."""
     from pipelines.build_cloze import build_cloze
     from pipelines.build_index import main as index_corpus
 
@@ -75,12 +77,19 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> Ru
     files = {split: run.folder / "questions" / f"{split}.parquet" for split in SPLITS}
     for split, file in files.items():
         if not file.exists():
-            fitting = [question for question in read_questions(made.questions(split)) if _fits(renderer, question)]
-            write_questions(file, fitting)
+            asked = read_questions(made.questions(split)) if made.counts[f"{split}_questions"] else []
+            fitting = [question for question in asked if _fits(renderer, question)]
+            if unfit := len(asked) - len(fitting):
+                say(f"{unfit:,} of {len(asked):,} {split} questions do not fit the budget of the agent and are skipped")
+            if fitting or split == "train":
+                write_questions(file, fitting)
+    held_out = str(files["test"]) if files["test"].exists() else ""
+    if not held_out:
+        say("there is no test question, so nothing is evaluated; more texts or a larger cloze.test_share change that")
     return config.model_copy(
         update={
             "retrieval": config.retrieval.model_copy(update={"index": str(index)}),
-            "data": config.data.model_copy(update={"train": str(files["train"]), "validation": str(files["test"])}),
+            "data": config.data.model_copy(update={"train": str(files["train"]), "validation": held_out}),
         }
     )
 

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from mempipe.config import RunConfig
 from mempipe.data import packaged
 from mempipe.data.corpus import CorpusFile, read_corpus, read_segments
 from mempipe.data.packaged import PackageUnavailable
+from mempipe.data.qa import read_questions
+from mempipe.engines.tiny import build_tokenizer
+from mempipe.loader import parse_config
 from mempipe.masking.cloze import find_candidates
 from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import make_finder
+from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
-from pipelines import build_cloze
+from pipelines import build_cloze, build_index
+from pipelines.prepare import prepare
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +75,32 @@ def test_a_corpus_that_cannot_be_downloaded_is_replaced_by_the_fallback_and_stay
     assert f"  passages: {made.source}" in build_cloze.describe(made)
     monkeypatch.setattr(leads, "texts", lambda: iter([("Elbe", "The Elbe is a river.")]))
     assert build_cloze.build_cloze("leads", folder, config, fallback="python-reference") == made
+
+
+def made_for_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, **cloze: float) -> RunConfig:
+    """The inputs of a run with a cloze section, its index aside."""
+    corpus = folder / "wiki.jsonl"
+    sentence = "In the cold spring Ada{} Loman walked across {} frozen fields toward the old mill."
+    rows = [{"id": str(i), "contents": f'"House {i}"\n{sentence.format(i, 30 + i)}'} for i in range(40)]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    build_tokenizer(folder / "model")
+    monkeypatch.setattr(build_index, "main", lambda config: None)
+    settings = {"entities": "rules", "two_passages": 0, **cloze}
+    run = {"output": str(folder), "cloze": settings, "data": {"corpus": str(corpus)}}
+    return prepare(Run(parse_config(run | {"model": {"path": str(folder / "model")}})))
+
+
+def test_a_run_may_have_no_validation_questions_and_no_test_questions(tmp_path, monkeypatch, capsys):
+    config = made_for_a_run(tmp_path, monkeypatch, validation_share=0, test_share=0)
+    assert read_questions(config.data.train) and config.data.validation == ""
+    assert "there is no test question, so nothing is evaluated" in " ".join(capsys.readouterr().out.split())
+
+
+def test_questions_that_do_not_fit_the_budget_are_counted(tmp_path, monkeypatch, capsys):
+    unfit = iter([False] * 3)
+    monkeypatch.setattr("pipelines.prepare._fits", lambda *_: next(unfit, True))
+    config = made_for_a_run(tmp_path, monkeypatch, validation_share=0)
+    assert config.data.validation.endswith("questions/test.parquet")
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"3 of \d+ train questions do not fit the budget of the agent and are skipped", said)
+    assert "test questions do not fit" not in said
