@@ -144,6 +144,8 @@ def _read(path: Path) -> dict[tuple[str, int], tuple[str, Mapping[str, bool]]]:
         raise ConfigError(f"{path} is not a rating sheet; it needs rows and the columns {', '.join(needed)}")
     sheet: dict[tuple[str, int], tuple[str, Mapping[str, bool]]] = {}
     for line, row in enumerate(rows, start=1):
+        if not any(row.values()):  # of cells below the sheet
+            continue
         texts = {name: (row[name] or "").strip().lower() for name in RATINGS}
         if wrong := [f"{name} is {text!r}" for name, text in texts.items() if text not in ("", *LABELS)]:
             raise ConfigError(f"{path}, row {line}: {', '.join(wrong)}; expected yes, no or nothing")

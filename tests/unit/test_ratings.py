@@ -314,6 +314,15 @@ def test_a_sheet_may_have_the_separator_of_a_spreadsheets_language(run, tmp_path
     assert read_ratings([tmp_path / "saved" / "ann.csv"]) == read_ratings([ann]) != []
 
 
+def test_empty_rows_that_a_spreadsheet_leaves_below_the_sheet_do_not_count(run, tmp_path, capsys):
+    printed(capsys, run, "--sheet", 4, tmp_path / "s.csv")
+    ann = filled(tmp_path / "s.csv", tmp_path / "ann.csv", ["yes"] * 8)
+    rated, columns = read_ratings([ann]), len(rows_of(ann)[0])
+    with ann.open("a") as file:
+        file.write(("," * (columns - 1) + "\r\n") * 2)
+    assert read_ratings([ann]) == rated and len(rated) == 8
+
+
 def test_a_turn_that_read_a_long_text_can_be_rated_in_a_spreadsheet(run, tmp_path, capsys):
     printed(capsys, run, "--sheet", 4, tmp_path / "s.csv")
     long = filled(tmp_path / "s.csv", tmp_path / "long.csv", ["a word " * 20_000] * 8, "text_read")
