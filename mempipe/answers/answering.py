@@ -306,7 +306,7 @@ class Answering:
             renderer = renderer.instructed(request.instructions)
         objectives = request.objectives or []
         asked = request.question or (objectives[0] if len(objectives) == 1 else joined_texts(objectives))
-        partition = self._partition_of(request.partition)
+        partition, reads = self._partition_of(request.partition), self.agents[agent].agent_spec.reads
         question = Question(
             id="of the request", text=asked, golden_answers=[], partition=partition, context=text, user=user
         )
@@ -315,8 +315,11 @@ class Answering:
             renderer.prepare(question)  # the rollout must not hold up the others while it encodes
         except UnfitQuestion as error:
             code = TOO_LONG if isinstance(error, QuestionTooLong) else None
+            if reads and not text:
+                name = "text" if request.document is None else "document"
+                raise ApiError(400, f"{name} is empty; {agent} reads one", param=name) from error
             raise ApiError(400, str(error), param="question", code=code) from error
-        if text and not self.agents[agent].agent_spec.reads:
+        if text and not reads:
             raise ApiError(400, f"agent {agent!r} searches; it reads no text or document of a request", param="text")
         return Plan(
             agent=agent,

@@ -6,19 +6,15 @@ has one answer in its own world only.
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 
 from mempipe.answers.api import CorpusReply, ExampleReply
 from mempipe.config import RunConfig
-from mempipe.data.partitions import example_questions, main_partition
-from mempipe.data.qa import iter_questions
+from mempipe.data.partitions import example_questions, first_questions, main_partition
 from mempipe.retrieval.manifest import read_manifest
 from mempipe.settings import ConfigError
-from mempipe.types import Question
 
 NUM_EXAMPLES = 6
-MAX_QUESTIONS = 2000
 MAX_TEXT_CHARS = 20_000
 """Longer texts are not offered with a question."""
 MAX_PARTITIONS = 1000
@@ -33,7 +29,8 @@ def describe_corpus(main: RunConfig, *, searches: bool, partition: str | None) -
     Only files of this machine are read. Raises ConfigError for a partition that the index does not have, and for a
     file of questions or an index that is damaged.
     """
-    questions, reads, index = _held_out(main), main.agent_spec.reads, main.retrieval.index
+    questions = first_questions(main.data.validation, columns=main.data.columns)
+    reads, index = main.agent_spec.reads, main.retrieval.index
     partitions = _partitions(index) if searches and index else []
     if partition is None:
         partition = main_partition(questions) if searches else ""
@@ -59,13 +56,6 @@ def describe_corpus(main: RunConfig, *, searches: bool, partition: str | None) -
             for question in fitting[:NUM_EXAMPLES]
         ],
     )
-
-
-def _held_out(main: RunConfig) -> list[Question]:
-    file = main.data.validation
-    if not (file and Path(file).exists()):
-        return []
-    return list(itertools.islice(iter_questions(file, columns=main.data.columns), MAX_QUESTIONS))
 
 
 def _partitions(index: str) -> list[str]:

@@ -5,8 +5,21 @@ from __future__ import annotations
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
+from pathlib import Path
 
+from mempipe.data.config import Columns
+from mempipe.data.qa import iter_questions
 from mempipe.types import Question
+
+MAX_QUESTIONS = 2000
+
+
+def first_questions(file: str, *, columns: Columns) -> list[Question]:
+    """Returns the first questions of a file, MAX_QUESTIONS at most; none where it is not on this machine. Raises
+    ConfigError."""
+    if not (file and Path(file).exists()):
+        return []
+    return list(itertools.islice(iter_questions(file, columns=columns), MAX_QUESTIONS))
 
 
 def main_partition(questions: Sequence[Question]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import shlex
 import shutil
 import sys
@@ -12,15 +11,13 @@ from typing import Any
 
 from mempipe.agents.budget import MemoryBudget
 from mempipe.config import RunConfig
-from mempipe.data.partitions import example_questions, main_partition
-from mempipe.data.qa import iter_questions
+from mempipe.data.partitions import example_questions, first_questions, main_partition
 from mempipe.evaluation.suite import EvaluatedRun, run_config
 from mempipe.settings import ConfigError
 from mempipe.tracking.mlflow_database import sqlite_uri
 from mempipe.types import Question
 
 OWN_REWARD = "examples/own_reward/config.yaml"
-MAX_QUESTIONS = 2000
 
 
 def next_steps(folder: Path, settings: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -91,11 +88,8 @@ def _quoted(text: str) -> str:
 
 def _question(config: RunConfig) -> Question | None:
     """Returns a held-out question about the part of the corpus that is searched when none is named."""
-    file = config.data.validation
-    if not (file and Path(file).exists()):
-        return None
     try:
-        questions = list(itertools.islice(iter_questions(file, columns=config.data.columns), MAX_QUESTIONS))
+        questions = first_questions(config.data.validation, columns=config.data.columns)
     except ConfigError:  # the file has changed since: a finished run does not fail for an example
         return None
     return next(iter(example_questions(questions, partition=main_partition(questions))), None)

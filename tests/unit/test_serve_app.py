@@ -406,7 +406,8 @@ def test_a_text_is_read_at_once_and_refused_where_it_does_not_fit(tokenizer, tmp
 
 
 def test_an_agent_that_reads_needs_a_text_and_one_that_searches_takes_none(reader, service):
-    assert "memagent reads one" in post(reader, question=TWO_HOPS.text).json()["error"]["message"]
+    error = post(reader, question=TWO_HOPS.text).json()["error"]
+    assert (error["message"], error["param"]) == ("text is empty; memagent reads one", "text")
     assert post(service, question=TWO_HOPS.text, text="x").status_code == 400
 
 
