@@ -172,6 +172,35 @@ async def test_a_memory_over_the_limit_ends_the_attempt():
     assert (played.end_reason, played.answer) == (EndReason.MEMORY_OVERFLOW, None)
 
 
+@pytest.mark.parametrize("refused", ["memory", "messages"])
+async def test_a_limit_that_a_program_has_heeded_is_not_how_its_attempt_ends(refused):
+    long = "one two three four five six seven eight"
+
+    async def heeds(question: str, client: AsyncOpenAI, search: Callable[..., Any]) -> str | None:
+        with pytest.raises(Exception, match=r"metadata\.memory has|the messages have"):
+            await (ask(client, long, memory=long) if refused == "memory" else ask(client, 300 * long, memory="one"))
+        if await ask(client, "one", memory="one") == "fail":
+            raise RuntimeError("a fault of the program")
+        return None
+
+    played, _ = await play(["go"], heeds, "budget.memory_tokens=4")
+    assert (played.end_reason, played.answer) == (EndReason.NO_ACTION, None)
+    with pytest.raises(UserCodeError, match="a fault of the program"):
+        await play(["fail"], heeds, "budget.memory_tokens=4")
+
+
+async def test_a_limit_is_how_an_attempt_ends_though_another_request_had_a_reply():
+    async def asks_both(question: str, client: AsyncOpenAI, search: Callable[..., Any]) -> None:
+        first = asyncio.create_task(ask(client, "one", memory="one"))
+        with pytest.raises(Exception, match=r"max_turns is 1"):
+            while True:
+                await ask(client, "two", memory="two")
+        await first
+
+    played, _ = await play(["go", "on"], asks_both, "budget.memory_tokens=4", "budget.max_turns=1")
+    assert played.end_reason == EndReason.MAX_TURNS
+
+
 async def test_a_conversation_goes_on_from_its_memory():
     script = ["<answer>Paris</answer>"]
     played, _ = await play(script, memory="its capital is Paris")

@@ -112,6 +112,7 @@ class Gateway:
                 EndReason.MAX_TURNS,
                 f"budget.max_turns is {budget.max_turns}, and the policy has written as many messages",
             )
+        told = self.over
         context, added = self._context_of(request)
         turn, start = context.turn, len(context.turn.token_ids)
         num_prompt_tokens = start + len(added)
@@ -139,6 +140,8 @@ class Gateway:
             self._num_sampling -= 1
         self._num_messages += 1
         number = self._num_messages
+        if self.over is told:
+            self.over = None  # the program has read the refusal and asked for less
         if start:
             turn.num_observation_tokens += len(added)
         else:
