@@ -135,7 +135,10 @@ def train(
     how: Resume = ("always" if resume else "never") if isinstance(resume, bool) else resume
     if how not in ("never", "auto", "always"):
         raise ConfigError(f"resume is {resume!r}; expected 'never', 'auto' or 'always'")
-    values = merged(_values(config), nested(overrides))
+    given = nested(overrides)
+    if callable(given.get("reward")):  # it takes the place of reward.function, not of the whole section
+        given["reward"] = {"function": given["reward"]}
+    values = merged(_values(config), given)
     passed = Passed(Path(str(values.get("output", "runs"))) / str(values.get("name", "run")))
     settings = named(values, passed)
     check_pipelines()

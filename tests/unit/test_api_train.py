@@ -228,6 +228,12 @@ def test_a_reward_of_this_process_trains(job, monkeypatch):
     assert mempipe.train(job.settings(), reward=brief, resume=True).config.reward == run.config.reward
 
 
+def test_a_function_as_reward_leaves_the_other_settings_of_the_reward(job):
+    settings = job.settings() | {"reward": {"memory_token_cost": 0.25, "function": "json:loads"}}
+    reward = mempipe.train(settings, reward=brief).config.reward
+    assert (reward.function, reward.memory_token_cost) == (f"{__name__}:brief", 0.25)
+
+
 def test_another_process_is_told_where_the_objects_of_a_run_are(tmp_path):
     name = "passed_to_elsewhere_0:brief"
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"reward": {"function": name}}))
