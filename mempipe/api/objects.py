@@ -117,7 +117,8 @@ class Passed:
             return value
         if not (inspect.isfunction(value) or inspect.isclass(value)):
             raise ConfigError(f"{setting} is {value!r}; expected MODULE:NAME, or a function or class itself")
-        if value.__module__ != "__main__" and value.__qualname__ == value.__name__:
+        held = getattr(sys.modules.get(value.__module__), value.__name__, None)
+        if value.__module__ != "__main__" and held is value:
             return f"{value.__module__}:{value.__name__}"
         name = value.__name__ if value.__name__.isidentifier() else f"object_{len(self._objects)}"
         if self._objects.setdefault(name, value) is not value:

@@ -16,9 +16,17 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in settings.items():
         # The dots of MODULE:NAME belong to the module; it may be an object instead
         *sections, leaf = name.split(".") if isinstance(name, str) and ":" not in name else [name]
-        value = nested(value) if isinstance(value, Mapping) else str(value) if isinstance(value, Path) else value
-        own: dict[str, Any] = {leaf: value}
+        own: dict[str, Any] = {leaf: nested(value) if isinstance(value, Mapping) else _with_texts(value)}
         for section in reversed(sections):
             own = {section: own}
         result = merged(result, own)
     return result
+
+
+def _with_texts(value: Any) -> Any:
+    """Returns a value with its paths as text."""
+    if isinstance(value, Mapping):  # of a list, whose keys may have dots
+        return {name: _with_texts(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_texts(each) for each in value]
+    return str(value) if isinstance(value, Path) else value

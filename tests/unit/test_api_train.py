@@ -127,6 +127,24 @@ def test_objects_of_a_module_are_named_by_it():
     assert settings["reward"] is brief  # what was given stays as it is
 
 
+def test_a_function_that_its_module_holds_under_no_name_is_passed_on(monkeypatch):
+    nameless = lambda trajectory, question: 0.5  # noqa: E731
+    nameless.__qualname__ = nameless.__name__
+    monkeypatch.setitem(globals(), "nameless", nameless)
+    name = with_names({"reward": nameless})["reward"]["function"]
+    assert load_user_object(name, setting="reward.function") is nameless
+
+
+def test_paths_among_settings_are_texts():
+    given = {"warm_start.trajectories": [Path("runs/a")], "output": Path("runs"), "agent": {"tools": (Calculator,)}}
+    assert nested(given) == {
+        "warm_start": {"trajectories": ["runs/a"]},
+        "output": "runs",
+        "agent": {"tools": [Calculator]},
+    }
+    assert nested({"agent.mcp_servers": [{"env": {"A.B": "c"}}]})["agent"]["mcp_servers"] == [{"env": {"A.B": "c"}}]
+
+
 def in_a_worker(name: str) -> str:
     """Calls a reward in a process that this one starts."""
     code = f"from mempipe.user_code import load_user_object as load; print(load({name!r}, setting='s')(None, None))"
