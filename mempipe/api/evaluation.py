@@ -8,7 +8,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -191,6 +191,7 @@ def played(
 ) -> Evaluation:
     """Returns the evaluation of an agent under `config`, which may differ from its own in the budget."""
     check_control(control, config)
+    questions = [replace(question, partition=question.partition or agent.partition) for question in questions]
     roles = agent.roles
     rollout = make_rollout(
         config,

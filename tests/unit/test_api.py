@@ -401,6 +401,24 @@ def test_an_evaluation_that_cannot_work_is_refused(agent, run, message, asked):
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("loaded", [{}, {"partition": ""}], ids=["own", "all"])
+def test_a_question_without_a_partition_is_measured_in_that_of_the_agent(run, engines, questions, monkeypatch, loaded):
+    with mempipe.load(run, **loaded) as agent:
+        search, asked = agent.roles.search, set()
+
+        async def noting(query, *, num_passages, partition):
+            asked.add(partition)
+            return await search(query, num_passages=num_passages, partition=partition)
+
+        object.__setattr__(agent.roles, "search", noting)
+        row = {"question": questions[0].text, "answer": questions[0].golden_answers}
+        mempipe.evaluate(agent, [row])
+        assert asked == {agent.partition} and bool(agent.partition) == (not loaded)
+        asked.clear()
+        mempipe.evaluate(agent, questions[:1])
+        assert asked == {questions[0].partition}
+
+
 def test_a_question_that_does_not_fit_counts_as_failed(agent, questions):
     long = replace(questions[0], id="long", text="word " * 100)
     table = mempipe.evaluate(agent, [questions[1], long]).table
