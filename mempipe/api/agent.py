@@ -101,7 +101,7 @@ def load(
     prepare_process()
     values = with_names(nested(settings))
     if index:
-        values["retrieval"] = {**values.get("retrieval", {}), "index": str(index)}
+        values["retrieval"] = {"url": "", **values.get("retrieval", {}), "index": str(index)}
     if isinstance(source, Mapping):
         endpoint, source = source, ""
     described: dict[str, Any] = {

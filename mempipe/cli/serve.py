@@ -80,7 +80,7 @@ def _service_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     settings |= parse_overrides(arguments.overrides)
     if arguments.index:
         of_run = settings.setdefault("settings", {})
-        of_run["retrieval"] = {**of_run.get("retrieval", {}), "index": arguments.index}
+        of_run["retrieval"] = {"url": "", **of_run.get("retrieval", {}), "index": arguments.index}
     return settings
 
 
@@ -134,6 +134,9 @@ def _ask(arguments: argparse.Namespace) -> int:
         print("\n".join(turn_lines(turn)), flush=True)
 
     settings = parse_overrides(arguments.overrides)
+    for name in ("index", "source"):
+        if name in settings:
+            raise ConfigError(f"{name} is not a setting of a run")
     print(f"{arguments.source}: loading", file=sys.stderr)
     with load(arguments.source, index=arguments.index, **settings) as agent:
         options: AskOptions = {} if arguments.partition is None else {"partition": arguments.partition}

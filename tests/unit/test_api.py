@@ -23,6 +23,7 @@ import mempipe
 from mempipe import cli
 from mempipe.agents.prompt_set import BUILT_IN
 from mempipe.api.evaluation import questions_of
+from mempipe.cli.serve import _service_settings
 from mempipe.engines.engine_faults import GenerationTimeout
 from mempipe.evaluation.causes import Cause
 from mempipe.faults import InfrastructureFault
@@ -231,6 +232,19 @@ def test_a_model_is_loaded_with_an_index(run, engines, questions):
     with mempipe.load(run / "huggingface", index=run / "index", **settings) as agent:
         reply = agent.ask(questions[0].text, partition=questions[0].partition)
     assert str(reply).strip() == questions[0].golden_answers[0]
+
+
+def test_an_index_takes_the_place_of_a_service(run, engines, questions, tmp_path):
+    served = yaml.safe_load((run / "config.yaml").read_text())
+    served |= {"world": None, "retrieval": served["retrieval"] | {"index": "", "url": "http://127.0.0.1:1"}}
+    served["model"]["path"] = str(run / "huggingface")
+    (tmp_path / "served.yaml").write_text(yaml.safe_dump(served))
+    with mempipe.load(tmp_path / "served.yaml", index=run / "index") as agent:
+        reply = agent.ask(questions[0].text, partition=questions[0].partition)
+    assert str(reply).strip() == questions[0].golden_answers[0]
+    words = ["serve", str(tmp_path / "served.yaml"), "--index", str(run / "index")]
+    settings = _service_settings(cli._parsed(words))["settings"]
+    assert settings["retrieval"] == {"url": "", "index": str(run / "index")}
 
 
 @pytest.fixture
@@ -536,10 +550,14 @@ def test_the_command_refuses_in_a_sentence(run, engines, capsys):
     assert cli.main(["ask", "nowhere/at/all", "What?"]) == 2
     assert cli.main(["ask", str(run), " "]) == 2
     assert cli.main(["ask", str(run), "What?", "budget.max_turn=2"]) == 2
+    assert cli.main(["ask", str(run), "What?", "index=my-index"]) == 2
+    assert cli.main(["ask", str(run), "What?", "source=x"]) == 2
     assert not engines.started
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 3 and "does not exist" in errors[0] and "QUESTION is empty" in errors[1]
+    assert len(errors) == 5 and "does not exist" in errors[0] and "QUESTION is empty" in errors[1]
     assert "did you mean budget.max_turns?" in errors[2]
+    assert errors[3].endswith("index is an option of this command, not a setting: --index")
+    assert errors[4].endswith("source is not a setting of a run")
 
 
 def test_the_command_says_when_there_is_no_answer(run, engines, questions, capsys):
