@@ -38,9 +38,11 @@ class Devices:
 def devices_here() -> Devices:
     """Asks nvidia-smi, and the operating system; torch, which knows the same, takes seconds to import."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name for name in (visible or "").split(",") if name.strip() not in ("", "-1")]
+    names = [name.strip() for name in (visible or "").split(",") if name.strip() not in ("", "-1")]
     gpus = _gpu_gib() if visible is None or names else []
-    if visible is not None:
+    if visible is not None and all(map(str.isdecimal, names)):
+        gpus = [gpus[int(name)] for name in names if int(name) < len(gpus)]
+    elif visible is not None:  # by identifiers, which are not asked for
         gpus = gpus[: len(names)]
     return Devices(num_gpus=len(gpus), gpu_gib=min(gpus, default=DEFAULT_GPU_GIB), host_gib=usable_memory() / GIB)
 

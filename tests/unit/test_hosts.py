@@ -129,6 +129,14 @@ def test_the_gpus_of_a_slow_driver_are_found(nvidia_smi, monkeypatch):
     assert machine.devices_here().num_gpus == 1
 
 
+@pytest.mark.parametrize(("visible", "sizes"), [("1", [80]), ("1,0", [80, 8]), ("2", []), ("GPU-5e,GPU-6f", [8, 80])])
+def test_the_memory_is_that_of_the_gpus_that_are_visible(monkeypatch, visible, sizes):
+    monkeypatch.setattr(machine, "_gpu_gib", lambda: [8, 80])
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = machine.devices_here()
+    assert (found.num_gpus, found.gpu_gib) == (len(sizes), min(sizes, default=machine.DEFAULT_GPU_GIB))
+
+
 def test_a_gpu_that_shares_the_memory_of_its_machine_is_a_gpu(nvidia_smi):
     nvidia_smi(0, memory="[N/A]")
     found = machine.devices_here()
