@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import functools
+import os
 import shlex
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -125,7 +127,7 @@ def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     """Returns all that a YAML file (`config_file`) holds, with `key=value` overrides. Raises ConfigError when it holds
     no settings."""
     try:
-        text = config_file(path).read_text()
+        text = _text(config_file(path))
     except (OSError, UnicodeDecodeError) as error:
         absent = str(path) if isinstance(error, FileNotFoundError) else ""
         raise ConfigError(f"cannot read config {path}: {_unreadable(Path(path), error)}", absent=absent) from error
@@ -139,6 +141,20 @@ def read_values(path: str | Path, overrides: Sequence[str] = ()) -> dict[str, An
     for override in overrides:
         _apply(values, override)
     return values
+
+
+def _text(file: Path) -> str:
+    if file.is_fifo():  # `mempipe doctor <(sed ... CONFIG)`
+        return _piped(file, file.stat().st_ino)
+    if file.is_char_device() and not file.samefile(os.devnull):
+        raise OSError(errno.EINVAL, "it is a device, not a YAML file")
+    return file.read_text()
+
+
+@functools.cache
+def _piped(file: Path, number: int) -> str:
+    """Returns the text of a pipe, which can be read only once; `number` tells it from others at this path."""
+    return file.read_text()
 
 
 def _shipped_names() -> list[str]:

@@ -1,6 +1,7 @@
 """Settings: what is refused, and with which sentence."""
 
 import ast
+import os
 import re
 from pathlib import Path
 
@@ -208,6 +209,18 @@ def test_an_unreadable_file_is_refused(tmp_path, text, words):
         file.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_config(file)
+
+
+def test_a_pipe_is_a_config_and_a_device_is_none():
+    """As `mempipe doctor <(sed ... CONFIG)` gives one, which two readings need."""
+    read, write = os.pipe()
+    os.write(write, b"name: piped\nworld: {}\n")
+    os.close(write)
+    kind, config = load_job(f"/dev/fd/{read}")
+    os.close(read)
+    assert (kind.command, config.name) == ("mempipe train", "piped")
+    with pytest.raises(ConfigError, match=r"^cannot read config /dev/zero: it is a device, not a YAML file$"):
+        load_job("/dev/zero")
 
 
 def test_what_is_meant_in_place_of_a_config_is_said(tmp_path):
