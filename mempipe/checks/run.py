@@ -158,9 +158,12 @@ def _questions(setting: str, path: str, *, columns: Columns, needed: bool) -> li
 
 def _given(config: RunConfig) -> list[Finding]:
     """Checks the question files and the index that the settings name."""
+    data, best_on = config.data, config.checkpoint.best_on
+    unmeasured = [fatal(f"checkpoint.best_on is {best_on!r}, but data.validation is empty: there is no validation")]
     return [
-        *_questions("data.train", config.data.train, columns=config.data.columns, needed=True),
-        *_questions("data.validation", config.data.validation, columns=config.data.columns, needed=False),
+        *_questions("data.train", data.train, columns=data.columns, needed=True),
+        *_questions("data.validation", data.validation, columns=data.columns, needed=False),
+        *(unmeasured if best_on and not data.validation else []),
         *check_retrieval(config),
     ]
 
