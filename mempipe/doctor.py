@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mempipe.checks.findings import Finding, fatal, ok
+from mempipe.checks.findings import Finding, fatal
 from mempipe.checks.machine import Devices
 from mempipe.config import RunConfig
+from mempipe.data.config import DataConfig
 from mempipe.engines.gpus import GPUS
 from mempipe.loader import load_job
 from mempipe.runs import Resume, check_place
@@ -39,17 +40,20 @@ def examine(
     findings = kind.findings(config, devices=devices, resume=resume)
     if not isinstance(config, RunConfig):
         return findings
-    made_by_the_run = config.world is not None or config.cloze is not None or config.model.source
-    if not made_by_the_run and not any(finding.fatal for finding in findings):
-        findings.append(_inputs(config))
+    model_is_made = config.makes_model or config.model.source
+    if not model_is_made and not any(finding.fatal for finding in findings):
+        findings += _inputs(config)
     return findings
 
 
-def _inputs(config: RunConfig) -> Finding:
-    """Checks what needs the tokenizer. Its imports take seconds, so this comes when all else is right."""
+def _inputs(config: RunConfig) -> list[Finding]:
+    """Checks what needs the tokenizer. Its imports take seconds, so this comes when all else is right. Questions that
+    the run makes are not there yet."""
     from mempipe.checks.inputs import check_inputs
 
+    if config.world is not None or config.cloze is not None:
+        config = config.model_copy(update={"data": DataConfig()})
     try:
-        return ok(check_inputs(config))
+        return check_inputs(config)
     except ConfigError as error:
-        return fatal(str(error))
+        return [fatal(str(error))]

@@ -27,6 +27,7 @@ from mempipe.actors.cluster import check_unconnected, connected
 from mempipe.actors.launch import Roles, launch
 from mempipe.beacons import reached
 from mempipe.checks.inputs import check_inputs, hash_inputs
+from mempipe.checks.run import few_questions
 from mempipe.config import RunConfig
 from mempipe.data.qa import QuestionTable, iter_questions, skipped_text, understood
 from mempipe.data.trajectories import write_trajectories
@@ -144,6 +145,10 @@ def _phases(
     questions = QuestionTable(iter_questions(config.data.train, columns=config.data.columns, left_out=left_out))
     first = understood(config.data.train, columns=config.data.columns)
     say(f"{len(questions):,} training questions{skipped_text(left_out)}; the first: {first}")
+    if few := few_questions(config, len(questions)):
+        if len(questions) * config.data.num_epochs < config.algorithm.groups_per_step:
+            raise ConfigError(few)  # not one step would be trained
+        say(few)
     run.update(trained_on=questions.sources())
     validation = Validation(run, held_out_questions(config), tracker)
     with _ready_to_train(run, config, validation, namespace, stop) as roles:

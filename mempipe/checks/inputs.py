@@ -10,7 +10,9 @@ from pathlib import Path
 
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.agents.registry import BUILT_IN
+from mempipe.checks.findings import Finding, note, ok
 from mempipe.checks.models import model_folder
+from mempipe.checks.run import few_questions
 from mempipe.config import RunConfig
 from mempipe.data.config import Columns
 from mempipe.data.input_files import is_remote
@@ -23,18 +25,20 @@ from mempipe.settings import ConfigError
 from mempipe.types import Question
 
 
-def check_inputs(config: RunConfig) -> str:
-    """Returns one line about the parts of the agent's largest context.
+def check_inputs(config: RunConfig) -> list[Finding]:
+    """Returns the parts of the agent's largest context, and a note where the questions end before the run.
 
     Raises ConfigError when the tokenizer cannot serve, and when template, budget or questions do not fit.
     """
-    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
+    renderer, few = make_renderer(config, tokenizer=load_tokenizer(config.model.path)), ""
     if config.reward.information_weight:
         with agent_code(config, "its answer_probe cannot be made", passing=(ConfigError,)):
             renderer.answer_probe(PROBE, "")  # refuses an agent that has none
     for path in filter(None, (config.data.train, config.data.validation)):
         check = renderer.check_trained if path == config.data.train else renderer.check
-        with_evidence = _check_questions(path, check, columns=config.data.columns)
+        count, with_evidence = _check_questions(path, check, columns=config.data.columns)
+        if path == config.data.train:
+            few = few_questions(config, count)
         if path == config.data.train and "kept_fact" in config.reward.per_turn and not with_evidence:
             raise ConfigError(
                 f"reward.per_turn pays kept_fact, but no question of data.train {path} has evidence; `mempipe data "
@@ -42,7 +46,8 @@ def check_inputs(config: RunConfig) -> str:
             )
     parts = {**config.budget.parts(), "template": renderer.template_tokens}
     listed = " + ".join(f"{name} {tokens}" for name, tokens in parts.items())
-    return f"{listed} = {sum(parts.values())} of budget.context_tokens {config.budget.context_tokens}"
+    fits = ok(f"{listed} = {sum(parts.values())} of budget.context_tokens {config.budget.context_tokens}")
+    return [fits, *([note(few)] if few else [])]
 
 
 def hash_inputs(config: RunConfig) -> dict[str, str]:
@@ -59,8 +64,9 @@ def hash_inputs(config: RunConfig) -> dict[str, str]:
     }
 
 
-def _check_questions(path: str, check: Callable[[Question], None], *, columns: Columns) -> int:
-    """Returns how many questions of the file have evidence. Raises ConfigError where some do not fit."""
+def _check_questions(path: str, check: Callable[[Question], None], *, columns: Columns) -> tuple[int, int]:
+    """Returns how many questions the file has, and how many of them with evidence. Raises ConfigError where some do not
+    fit."""
     count, with_evidence, unfit = 0, 0, []
     for question in iter_questions(path, columns=columns):
         count += 1
@@ -74,4 +80,4 @@ def _check_questions(path: str, check: Callable[[Question], None], *, columns: C
             f"{path}: {len(unfit)} of {count} questions do not fit: {'; '.join(unfit[:3])}; raise the "
             "budget or leave them out"
         )
-    return with_evidence
+    return count, with_evidence

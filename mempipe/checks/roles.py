@@ -28,13 +28,14 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
         return [fatal(f"retrieval.num_gpus is {config.retrieval.num_gpus}, but there is no GPU; 0 searches on CPUs")]
     demand = Demand.of_training(config) if training else Demand.of_rollouts(config)
     try:
-        shape = None if config.world is not None else model_shape(config.model)  # a world's model is tiny
+        shape = None if config.makes_model else model_shape(config.model)  # a world's model is tiny
         placed = plan(config, demand, [devices.num_gpus], gpu_bytes=int(devices.gpu_gib * GIB))
     except ConfigError as error:
         return [fatal(str(error))]
     findings = _of_plan(config, devices, demand, placed)
-    if config.world is not None:
-        return findings
+    if config.makes_model:
+        text = "seconds of a step are not estimated for the tiny model that a run with a `world` makes"
+        return [*findings, note(text)] if devices.gpu else findings
     if shape is None:
         return [
             *findings,
@@ -50,7 +51,7 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
         )
         return [*findings, fatal(text)]
     trained = trained_parameters(config.model, shape)
-    if not trained:
+    if not trained and config.world is None:  # with a world `check_adapter` says it
         return [*findings, fatal(f"model.lora_targets {config.model.lora_targets} name no linear layer of the model")]
     of_them = f", {_short(trained)} trained" if training else ""
     findings.append(ok(f"model: {_short(shape.num_parameters)} parameters{of_them}"))

@@ -95,6 +95,18 @@ def ask_network(config: RunConfig) -> list[Finding]:
     ]
 
 
+def few_questions(config: RunConfig, number: int) -> str:
+    """Says that `number` training questions are used up before the last step of the run; "" where they are not."""
+    needed, epochs = config.algorithm.groups_per_step, config.data.num_epochs
+    if number * epochs >= needed * config.num_steps:
+        return ""
+    return (
+        f"num_steps is {config.num_steps:,}, but {number:,} training questions are used up after step "
+        f"{number * epochs // needed:,}: data.num_epochs is {epochs}, and a step takes algorithm.groups_per_step "
+        f"{needed} of them; raise data.num_epochs, or lower num_steps, by which the learning rate is scheduled"
+    )
+
+
 def _folder(config: RunConfig, resume: Resume) -> Finding:
     try:
         saved = saved_state(config, resume=resume)
@@ -240,8 +252,11 @@ def _world(config: RunConfig) -> list[Finding]:
     if config.retrieval.url:
         url = config.retrieval.url
         return [fatal(f"retrieval.url is {url!r}; a run with a `world` searches the index that it makes itself")]
+    assert config.world is not None, "only a run with a `world` makes them"
+    few = few_questions(config, config.world.num_train_questions)
+    notes = [note(few)] if few else []
     if folder := _other_run(config):
-        return [ok(f"the run makes its own questions and index (`world`), not those of {folder}")]
+        return [ok(f"the run makes its own questions and index (`world`), not those of {folder}"), *notes]
     return [
         fatal(f"{setting} is {value!r}; a run with a `world` makes {made} itself: leave it empty, or set world=null")
         for setting, (value, made) in {
@@ -254,7 +269,7 @@ def _world(config: RunConfig) -> list[Finding]:
             "model.source": (config.model.source, "its model"),
         }.items()
         if value
-    ] or [ok("the run makes its own questions, index and model (`world`)")]
+    ] or [ok("the run makes its own questions, index and model (`world`)"), *notes]
 
 
 def _other_run(config: RunConfig) -> str:

@@ -375,6 +375,39 @@ def test_without_a_gpu_a_model_is_refused_whose_heads_the_engine_has_no_code_for
     assert fatals(check_roles(config, PLENTY)) == []
 
 
+def test_a_model_that_is_named_beside_a_world_is_planned_as_any_other(tmp_path):
+    named = quickstart(tmp_path, {"model": {"path": "Qwen/Qwen2.5-3B-Instruct"}})
+    (problem,) = fatals(check_roles(named, Devices(num_gpus=0, host_gib=4)))
+    assert "all roles on CPUs: at least" in problem
+    h100 = Devices(num_gpus=8, gpu="H100")
+    small = quickstart(tmp_path, {"model": {"path": "Qwen/Qwen2.5-0.5B-Instruct", "dtype": "bfloat16"}})
+    assert any("a step on 8 x H100: about" in finding.text for finding in check_roles(small, h100))
+    found = [finding.text for finding in check_roles(quickstart(tmp_path, {}), h100)]
+    assert found[-1] == "seconds of a step are not estimated for the tiny model that a run with a `world` makes"
+
+
+def test_a_best_model_is_refused_where_nothing_is_evaluated(settings, tiny):
+    values = settings | {"checkpoint": {"best_on": "em"}, "evaluation": {"every_steps": 5}}
+    (problem,) = fatals(check_run(parse_config(values), devices=PLENTY))
+    assert problem == "checkpoint.best_on is 'em', but data.validation is empty: there is no validation"
+    asked = settings["data"] | {"validation": str(tiny / "questions.jsonl")}
+    assert fatals(check_run(parse_config(values | {"data": asked}), devices=PLENTY)) == []
+
+
+def test_questions_that_end_before_the_last_step_are_noted(settings, tmp_path):
+    few = settings | {
+        "num_steps": 3,
+        "algorithm": settings["algorithm"] | {"groups_per_step": 2, "updates_per_step": 1},
+    }
+    noted = [f.text for f in examine(written(tmp_path / "c.yaml", few), ["data.num_epochs=5"]) if f.level == "note"]
+    assert any("num_steps is 3, but 1 training questions are used up after step 2" in text for text in noted)
+    enough = examine(str(tmp_path / "c.yaml"), ["data.num_epochs=6"])
+    assert not any("used up" in finding.text for finding in enough)
+    longer = check_run(quickstart(tmp_path, {"num_steps": 251}), devices=PLENTY)
+    assert any("num_steps is 251, but 4,000 training questions" in finding.text for finding in longer)
+    assert not any("used up" in f.text for f in check_run(quickstart(tmp_path, {"num_steps": 250}), devices=PLENTY))
+
+
 def test_an_agent_of_ones_own_may_have_its_own_prompts_when_none_are_named(settings, monkeypatch):
     """Its renderer reads them; a set that is named is read before anything starts."""
     spec = agent_spec("memsearcher")
@@ -520,6 +553,13 @@ CLOZE = {"cloze": {}, "data": {"corpus": "python-reference"}, "retrieval": {"ind
 
 def test_a_run_that_makes_its_questions_of_a_text_needs_no_files(settings, tmp_path):
     assert fatals(examine(written(tmp_path / "c.yaml", settings | CLOZE), num_gpus=0)) == []
+
+
+def test_the_budget_of_such_a_run_is_checked_before_its_questions_are_made(settings, tmp_path):
+    fits = sum(parse_config(settings | CLOZE).budget.parts().values())
+    tight = settings | CLOZE | {"budget": settings["budget"] | {"context_tokens": fits}}
+    (problem,) = fatals(examine(written(tmp_path / "c.yaml", tight), num_gpus=0))
+    assert problem.startswith(f"budget.context_tokens is {fits}, but template ")
 
 
 @pytest.mark.parametrize(
