@@ -59,6 +59,7 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> Ru
     from pipelines.build_cloze import build_cloze
     from pipelines.build_index import main as index_corpus
 
+    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))  # refuses a budget before the work
     made = build_cloze(
         config.data.corpus,
         run.folder / QUESTIONS_FOLDER,
@@ -73,7 +74,6 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> Ru
                 corpus=[made.corpus], output=str(index), encoder=None, lexical=True, ray_address=config.ray_address
             )
         )
-    renderer = make_renderer(config, tokenizer=load_tokenizer(config.model.path))
     files = {split: run.folder / "questions" / f"{split}.parquet" for split in SPLITS}
     for split, file in files.items():
         if not file.exists():
