@@ -84,8 +84,7 @@ class Evaluation:
 
     def interval(self, metric: str = "em") -> Interval:
         """Returns the mean of a metric with its 95 % interval over the questions. Raises ConfigError."""
-        if metric not in METRICS:
-            raise ConfigError(f"metric is {metric!r}; the metrics are {', '.join(METRICS)}")
+        _check_metric(metric)
         clusters = question_clusters({_SET: self.rows})[_SET]
         scores = [(cluster, row.score(metric)) for cluster, row in zip(clusters, self.rows, strict=True)]
         interval = score_interval(scores, bootstrap=Bootstrap(), seed=SEED)
@@ -93,7 +92,8 @@ class Evaluation:
         return interval
 
     def failures(self, metric: str = "em") -> pl.DataFrame:
-        """Returns the rows of `table` whose score is below 1."""
+        """Returns the rows of `table` whose score is below 1. Raises ConfigError."""
+        _check_metric(metric)
         return self.table.filter(pl.Series([row.score(metric) < 1 for row in self.rows], dtype=pl.Boolean))
 
     def compare(self, other: Evaluation) -> pl.DataFrame:
@@ -241,6 +241,11 @@ async def _group(config: RunConfig, rollout: RolloutFn, question: Question, *, n
             )
     except (UnfitQuestion, ServiceFault) as error:
         return Group(id=question.id, question=question, trajectories=[], failed=str(error))
+
+
+def _check_metric(metric: str) -> None:
+    if metric not in METRICS:
+        raise ConfigError(f"metric is {metric!r}; the metrics are {', '.join(METRICS)}")
 
 
 def check_sampling(num_samples: int, temperature: float) -> None:

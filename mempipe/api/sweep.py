@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -86,7 +87,10 @@ def sweep(
     """
     check_sampling(num_samples, temperature)
     asked = questions_of(questions, num_questions=num_questions, columns=columns)
-    budgets = sorted(set(memory_tokens))
+    try:
+        budgets = sorted({operator.index(tokens) for tokens in memory_tokens})
+    except TypeError as error:
+        raise ConfigError(f"memory_tokens is {memory_tokens!r}; expected a list of whole numbers") from error
     if len(budgets) < 2 or len(budgets) < len(memory_tokens):
         raise ConfigError(f"memory_tokens is {list(memory_tokens)}; expected two different budgets or more")
     with nullcontext(source) if isinstance(source, Agent) else load(source) as agent:

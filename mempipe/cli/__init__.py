@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _option_meant(error: ConfigError, arguments: argparse.Namespace) -> str:
     """Returns a sentence about an option that was written as a setting, as port=8000; "" for another error."""
     name, found, _ = str(error).partition(" is not a setting")
-    is_option = re.search(rf"--{re.escape(name)}\b", arguments.usage()) if found else None
+    is_option = re.search(rf"--{re.escape(name)}\b", arguments.usage()) if found and name else None
     return f"{name} is an option of this command, not a setting: --{name}" if is_option else ""
 
 

@@ -343,6 +343,8 @@ def test_an_evaluation_counts_what_is_right_and_shows_what_is_wrong(agent, engin
         worse.transcript("nobody")
     with pytest.raises(mempipe.ConfigError, match="the metrics are em"):
         worse.interval("colour")
+    with pytest.raises(mempipe.ConfigError, match="the metrics are em"):
+        worse.failures("colour")
     summary = dict(zip(worse.summary["metric"], worse.summary["mean"], strict=True))
     assert summary["em"] == pytest.approx(1 - 3 / len(questions))
 
@@ -479,6 +481,8 @@ def test_a_sweep_finds_the_memory_that_is_enough(agent, questions):
         ([64, 64], "expected two different budgets or more"),
         ([64, 4096], "budget.context_tokens is 512"),
         ([0, 64], "memory_tokens"),
+        (["16", "64"], "memory_tokens is ['16', '64']; expected a list of whole numbers"),
+        (64, "memory_tokens is 64; expected a list of whole numbers"),
     ],
 )
 def test_a_sweep_that_cannot_work_is_refused(agent, questions, budgets, message):
