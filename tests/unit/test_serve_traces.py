@@ -112,4 +112,5 @@ def test_requests_with_the_same_id_have_each_a_trace(tokenizer, tmp_path, monkey
         call(SimpleNamespace(log_trace=log_trace))
         return found
 
-    assert len(calls) == 2 and trace_ids(calls[0]) == trace_ids(calls[0]) != trace_ids(calls[1])
+    _, first, second = calls  # the config comes before them
+    assert trace_ids(first) == trace_ids(first) != trace_ids(second)
