@@ -189,16 +189,27 @@ async def test_a_limit_that_a_program_has_heeded_is_not_how_its_attempt_ends(ref
         await play(["fail"], heeds, "budget.memory_tokens=4")
 
 
-async def test_a_limit_is_how_an_attempt_ends_though_another_request_had_a_reply():
+async def test_a_limit_is_how_an_attempt_ends_though_an_earlier_request_has_its_reply_later():
+    engine, begun, go_on = ScriptedEngine(TOKENIZER, ["go"]), asyncio.Event(), asyncio.Event()
+
+    async def held(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+        begun.set()
+        await go_on.wait()
+        return await engine(token_ids, max_tokens=max_tokens)
+
     async def asks_both(question: str, client: AsyncOpenAI, search: Callable[..., Any]) -> None:
         first = asyncio.create_task(ask(client, "one", memory="one"))
+        await begun.wait()
         with pytest.raises(Exception, match=r"max_turns is 1"):
-            while True:
-                await ask(client, "two", memory="two")
-        await first
+            await ask(client, "two", memory="two")
+        go_on.set()
+        assert await first == "go"
 
-    played, _ = await play(["go", "on"], asks_both, "budget.memory_tokens=4", "budget.max_turns=1")
-    assert played.end_reason == EndReason.MAX_TURNS
+    config = limited("budget.memory_tokens=4", "budget.max_turns=1")
+    agent = make_agent(config, tokenizer=TOKENIZER, generate=held, search=Library())
+    agent.renderer.program = FunctionProgram(asks_both, timeout_s=60)
+    played = await agent.rollout(build_question(), trajectory_id="t", group_id="g", member=0)
+    assert (played.end_reason, played.answer) == (EndReason.MAX_TURNS, None)
 
 
 async def test_a_conversation_goes_on_from_its_memory():

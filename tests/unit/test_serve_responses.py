@@ -492,7 +492,7 @@ def test_foreign_items_are_history_and_what_is_not_read_is_listed():
 
 def test_many_memories_are_read_as_fast_as_other_items():
     def read(items: list[Any]) -> Any:
-        asked = ResponseRequest(input=[*items, {"role": "user", "content": "now?"}])  # pyrefly: ignore[bad-argument-type]
+        asked = ResponseRequest.model_validate({"input": [*items, {"role": "user", "content": "now?"}]})
         return read_response(asked, takes_instructions=True, knows_user=False)
 
     def turn(number: int) -> list[dict[str, Any]]:
