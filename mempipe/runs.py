@@ -44,6 +44,7 @@ from mempipe.settings import ConfigError
 from mempipe.storage.files import LOCK_FILE, lock, write_text
 from mempipe.storage.json_files import read_object
 from mempipe.storage.yaml_text import parse_yaml
+from mempipe.tracking.metrics_file import METRICS_FILE, read_metrics
 
 Resume = Literal["never", "auto", "always"]
 
@@ -60,7 +61,7 @@ _WORK = (
     "exports",
     "best",
     "huggingface",
-    "metrics.jsonl",
+    METRICS_FILE,
     "trajectories.parquet",
 )
 """Files that only a run writes into its folder; `kept` adds those that a run with the same settings would create."""
@@ -250,8 +251,8 @@ def kept(config: RunConfig) -> str:
 def saved_state(config: RunConfig, *, resume: Resume) -> dict[str, Any] | None:
     """Returns the state of the run in the config's folder; None when the folder holds no run.
 
-    With `resume` "always" the state of a run that lost its state.json is made again from its newest checkpoint. Raises
-    ConfigError when the run may not start there: the folder holds a run and `resume` is "never", it holds none
+    With `resume` "always" the state of a run that lost its state.json is made again from its checkpoints and metrics.
+    Raises ConfigError when the run may not start there: the folder holds a run and `resume` is "never", it holds none
     and `resume` is "always", that run was started with other settings, or its files are damaged.
     """
     folder = config.folder
@@ -331,7 +332,7 @@ def _rebuilt_state(config: RunConfig, resume: Resume) -> dict[str, Any] | None:
     state: dict[str, Any] = {
         "seconds": {},
         "finished": False,
-        "num_steps": _step_in_name(newest, config) if newest else 0,
+        "num_steps": max(_step_in_name(newest, config) if newest else 0, _last_step(folder / METRICS_FILE)),
     }
     if best.exists():
         fields = {"step": int, "metric": str, "value": float}
@@ -410,6 +411,12 @@ def _updates_in_name(checkpoint: Path) -> int:
 
 def _step_in_name(checkpoint: Path, config: RunConfig) -> int:
     return _updates_in_name(checkpoint) // config.algorithm.updates_per_step
+
+
+def _last_step(metrics: Path) -> int:
+    """Returns the last step that a run has written into its metrics; 0 for none."""
+    rows = read_metrics(metrics) if metrics.exists() else []
+    return int(rows[-1]["step"]) if rows else 0
 
 
 def _most_steps_unsaved(config: RunConfig) -> int:

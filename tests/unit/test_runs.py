@@ -162,6 +162,15 @@ def test_resume_makes_a_lost_state_anew_from_checkpoint_and_best_model(begun):
     assert not Run(config(begun), resume="always").rebuilt
 
 
+def test_a_run_that_lost_state_and_checkpoints_does_not_begin_at_zero(begun):
+    run = Run(config(begun), resume="always")
+    (run.folder / "metrics.jsonl").write_text("".join(f'{{"step": {step}, "reward": 0.5}}\n' for step in range(1, 301)))
+    (run.folder / "state.json").unlink()
+    again = Run(config(begun), resume="always")
+    with pytest.raises(ConfigError, match="has done 300 steps, but its checkpoints are gone"):
+        again.restart_at(0)
+
+
 def test_checkpoints_without_settings_are_refused_and_the_file_is_named(begun):
     run = Run(config(begun), resume="always")
     checkpoint(run, 200)
