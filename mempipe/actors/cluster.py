@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._private.node import Node
 from ray.exceptions import RayActorError, RayError
 
 from mempipe.actors.lost import ClusterLost, LaunchError, one_line
@@ -60,6 +61,8 @@ NODE_IS_LATE = "the Ray node did not come up in time; starting it again"
 hard-coded, and importing the agents takes longer on a busy machine."""
 NODE_STARTS = 4
 """How often a node is started at most."""
+UNUSED_PROCESSES = ("start_monitor", "start_api_server", "start_log_monitor")
+"""Methods of Ray's Node that start processes which a local cluster does not use."""
 _WAKE = signal.SIGUSR2  # Ray Tune takes SIGUSR1
 
 
@@ -293,7 +296,7 @@ def _start_node(options: Mapping[str, Any]) -> None:
     before = set(me.children(recursive=True))
     for start in range(1, NODE_STARTS + 1):
         try:
-            with _on_loopback():
+            with _on_loopback(), _needed_processes_only():
                 ray.init(**options)
             return
         except Exception as error:
@@ -323,6 +326,23 @@ def _on_loopback() -> Iterator[None]:
         del os.environ[name]
         if of_user is not None:
             os.environ[name] = of_user
+
+
+@contextmanager
+def _needed_processes_only() -> Iterator[None]:
+    """Makes the node that is started inside the block start without the processes that a local cluster does not use:
+    the monitor that adds nodes, the server of a dashboard that is switched off, and the one that hands the lines of the
+    logs to a driver that does not print them. They need 4 seconds of a core at the start and 1.5 per minute. No public
+    argument omits them.
+    """
+    before = {name: getattr(Node, name) for name in UNUSED_PROCESSES}
+    try:
+        for name in before:
+            setattr(Node, name, lambda *_, **__: None)
+        yield
+    finally:
+        for name, start in before.items():
+            setattr(Node, name, start)
 
 
 def _is_late(error: Exception) -> bool:

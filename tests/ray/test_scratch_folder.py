@@ -39,11 +39,18 @@ def check_ports(leaver):
     assert len(listening) > 5 and not open_to_others, open_to_others
     assert "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" not in os.environ  # another cluster may be asked for later
 
+def check_processes():
+    commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
+    assert any("gcs_server" in command for command in commands), commands
+    unused = [each for each in commands if any(name in each for name in ("monitor.py", "dashboard.py", "log_monitor"))]
+    assert not unused, unused
+
 before = {*Path("/tmp/ray").glob("session_*")}  # of other commands, whose numbers may begin as this one's does
 with connected("", name="leaver", logs=Path(sys.argv[1])):
     leaver = start_actor(Leaver, {})
     left = ray.get(leaver.leave.remote())
     check_ports(leaver)
+    check_processes()
     assert os.stat(tempfile.gettempdir()).st_mode & 0o777 == 0o700
     assert os.path.dirname(left) == tempfile.gettempdir() != os.environ["SHARED"], left
     made = [each.name for each in Path("/tmp/ray").glob("session_*") if each not in before]
