@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import gc
+import json
 import logging
 import queue
 import threading
@@ -17,6 +18,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from mempipe import environment
@@ -281,12 +283,23 @@ def _build(settings: VllmSettings) -> LLMEngine:
             set_num_threads(settings.num_threads)
             if not dist.is_initialized():  # vLLM's default store is a file that engines share
                 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        _import_model(Path(settings.arguments["model"]))
         try:
             # Without its own statistics this class calls no step listener; AsyncLLM does.
             arguments: dict[str, Any] = settings.arguments | {"disable_log_stats": False}
             return LLMEngine.from_engine_args(EngineArgs(**arguments), stat_loggers=[step_listener(settings.listen)])
         finally:
             torch.set_num_threads = set_num_threads  # vLLM disables it for the whole process
+
+
+def _import_model(folder: Path) -> None:
+    """Gives vLLM the class of the model. Otherwise it imports the class in another process first, which takes a core
+    for 13 seconds whenever a machine starts an engine of that architecture for the first time."""
+    from vllm import ModelRegistry
+
+    for name in json.loads((folder / "config.json").read_text()).get("architectures") or []:
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _core(vllm: LLMEngine) -> EngineCore:

@@ -122,3 +122,15 @@ async def test_a_request_that_vllm_refuses_fails_alone(generator, monkeypatch):
     results = await asyncio.gather(*(complete(generator, ids) for ids in prompts(3)), return_exceptions=True)
     assert sorted(type(result) for result in results if isinstance(result, Exception)) == [ValueError]
     assert generator._engine._vllm.add_request == add and await generator._engine.num_under_way() == 0
+
+
+async def test_the_first_engine_of_an_architecture_imports_vllm_in_no_other_process(model_path, tmp_path, monkeypatch):
+    def fail(_: object) -> None:
+        raise AssertionError("vLLM looks at the model's class in another process")
+
+    monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path))  # with the caches of a machine that has started no engine
+    monkeypatch.setattr("vllm.model_executor.models.registry._run_in_subprocess", fail)
+    generator = make_generator(model_path)
+    await generator.start()
+    await complete(generator, prompts(1)[0])
+    await generator.shutdown()
