@@ -171,7 +171,8 @@ def phases(config: RunConfig) -> list[str]:
     elif wanted is not None:
         imitating = "imitate recorded attempts"
     attempts = algorithm.groups_per_step * algorithm.group_size
-    training = f"{config.num_steps:,} steps of {attempts:,} attempts at {algorithm.groups_per_step:,} questions"
+    steps = f"{config.num_steps:,} {'step' if config.num_steps == 1 else 'steps'}"
+    training = f"{steps} of {attempts:,} attempts at {algorithm.groups_per_step:,} questions"
     return [part for part in (imitating, asking, training, asking and f"{asking} again", "a report") if part]
 
 

@@ -88,6 +88,7 @@ def test_the_phases_of_a_run_stand_at_its_beginning():
     ]
     own = load_config("examples/own_reward/config.yaml", ["data.validation=''"])
     assert phases(own) == ["4 steps of 128 attempts at 16 questions", "a report"]
+    assert phases(own.model_copy(update={"num_steps": 1}))[0] == "1 step of 128 attempts at 16 questions"
 
 
 def test_where_the_loss_rises_is_said_before(monkeypatch):
