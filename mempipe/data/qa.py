@@ -20,6 +20,7 @@ import pyarrow as pa
 from mempipe.data.config import Columns
 from mempipe.data.input_files import ROWS, InputFile, input_files
 from mempipe.data.objectives import MAX_OBJECTIVES, join_objectives
+from mempipe.data.row_values import opened
 from mempipe.data.rows import TOO_DEEP, BadRow, BadRows, read_rows
 from mempipe.data.shapes import LeftOut, Reading, content_id, readings
 from mempipe.data.trajectories import arrow_schema
@@ -151,7 +152,8 @@ def _read(
 ) -> Iterator[tuple[dict[str, Any], Reading]]:
     seen: dict[str, str] = {}  # the text of every id
     for file in _files(path):
-        for number, (place, row) in enumerate(read_rows(file, bad=bad)):
+        for number, (place, found) in enumerate(read_rows(file, bad=bad)):
+            row = opened(found)
             asked = readings(row, file=file, number=number, columns=columns)
             while True:  # a row may hold several questions, some of them bad
                 try:

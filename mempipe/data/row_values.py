@@ -40,6 +40,7 @@ _FINAL = re.compile(r"\n#### *(\S[^\n]*)\s*$")
 _DESCRIPTION = re.compile(r'\s*\(description\s+(?:"((?:[^"\\]|\\.)*)"|([^\s()"][^()"]*))\s*\)', re.DOTALL)
 _DESCRIPTIONS = re.compile(rf"\(list(?:{_DESCRIPTION.pattern})*\s*\)", re.DOTALL)
 _LISP_LIST = re.compile(r"\(list(\s*\)|\s+\()")
+_LISTS = ("context", "supporting_facts", "evidences")
 _BRACKETED = re.compile(r"\[.*\]|\{.*\}", re.DOTALL)
 _BOXED = re.compile(re.escape(BOX) + r"\s*\{(.*\S.*)\}", re.DOTALL)
 _PRINTED = re.compile(r"\[\s*'.*\]|array\(\[\s*['\"].*\)|\{\s*'.*\barray\(\[.*\}", re.DOTALL)
@@ -92,6 +93,14 @@ def lists_no_answer(value: object) -> bool:
 def lowered(value: dict[str, Any]) -> dict[str, Any]:
     """Returns the object with its names in lower case and without spaces around them, in addition to its own."""
     return {str(name).strip().casefold(): item for name, item in value.items()} | value
+
+
+def opened(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row of HotpotQA or 2WikiMultihopQA with its lists, JSON in a table; any other row as it is."""
+    if not isinstance(row.get("supporting_facts"), str):
+        return row
+    lists = {name: _json_in(row[name]) for name in _LISTS if isinstance(row.get(name), str)}
+    return row | {name: value for name, value in lists.items() if value is not None}
 
 
 def as_object(value: object) -> dict[str, Any]:
@@ -207,12 +216,13 @@ def num_hops(row: dict[str, Any]) -> int:
 
 
 def supporting_titles(row: dict[str, Any]) -> list[str]:
-    """Returns the titles of `supporting_facts`, {title: […]} or [[title, sentence], …], in their order."""
+    """Returns the titles of `supporting_facts`, {title: […]}, [[title, sentence], …] or [{title, …}, …], in order."""
     facts = find(row, ("supporting_facts", "metadata.supporting_facts"))
     if isinstance(facts, dict):
         titles = facts.get("title")
     else:
-        titles = [fact[0] for fact in facts if isinstance(fact, list) and fact] if isinstance(facts, list) else None
+        named = [find(fact, ("title", "0")) for fact in facts] if isinstance(facts, list) else []
+        titles = [title for title in named if title is not None]
     return list(map(str, titles)) if isinstance(titles, list) else []
 
 

@@ -174,11 +174,14 @@ def _step_fact(step: Any, row: dict[str, Any]) -> Fact | None:
 
 
 def _triples(triples: object) -> list[Any]:
-    """Returns [subject, relation, object] of 2Wiki's list, or of FlashRAG's columns fact, relation, entity."""
+    """Returns [subject, relation, object] of 2Wiki's list, or of the names fact, relation, entity: those of columns
+    (FlashRAG), or of every item."""
+    names = ("fact", "relation", "entity")
     if isinstance(triples, dict):
-        columns = [triples.get(name) or [] for name in ("fact", "relation", "entity")]
+        columns = [triples.get(name) or [] for name in names]
         return [list(triple) for triple in zip(*columns, strict=False)]
-    return triples if isinstance(triples, list) else []
+    items = triples if isinstance(triples, list) else []
+    return [[item.get(name) for name in names] if isinstance(item, dict) else item for item in items]
 
 
 def _triple_fact(triple: object, texts: Mapping[str, str]) -> Fact | None:

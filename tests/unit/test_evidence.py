@@ -72,6 +72,21 @@ ROWS = {
             },
         }
     },
+    "2Wiki of a table": ASKED
+    | {
+        "_id": "q",
+        **{
+            name: json.dumps(value)
+            for name, value in (("context", DOCUMENTS), ("supporting_facts", SUPPORT), ("evidences", TRIPLES))
+        },
+    },
+    "2Wiki with named parts": ASKED
+    | {
+        "_id": "q",
+        "context": [{"title": title, "content": text} for title, text in DOCUMENTS],
+        "supporting_facts": [{"title": title, "sent_id": place} for title, place in SUPPORT],
+        "evidences": [dict(zip(("fact", "relation", "entity"), triple, strict=True)) for triple in TRIPLES],
+    },
     "HotpotQA of FlashRAG": FLASHRAG
     | {"metadata": {"context": {"title": TITLES, "sentences": TEXTS}, "supporting_facts": COLUMNS}},
 }
