@@ -157,3 +157,27 @@ def test_the_reward_of_the_readme_does_what_it_says():
         return names["brief"](trajectory, question)
 
     assert (reward(" Ann"), reward("Bob"), reward("it is Ann"), reward(None)) == (0.99, -0.01, -0.03, 0.0)
+
+
+def _figures(text: str) -> set[float]:
+    """Returns the figures with a point or a comma, without sign. The decimals of a share are those of a percentage."""
+    found = re.findall(r"(?<![\w.,])\d*\.\d+|(?<![\w.,])\d{1,3}(?:,\d{3})+", re.sub(r"`[^`]*`", "", text))
+    return {float(figure.replace(",", "")) for figure in found}
+
+
+def _unexplained(row: str) -> set[float]:
+    """Returns the figures after the question of a row of docs/questions.md that neither results.md nor a page that the
+    row links has."""
+    pages = {"results.md", *re.findall(r"\]\((\w+\.md)", row)}
+    known = {figure for page in pages for figure in _figures((ROOT / "docs" / page).read_text())}
+    return {
+        figure
+        for figure in _figures(row.partition(" | ")[2])
+        if not known & {figure, round(figure / 100, 5), round(figure * 100, 3)}
+    }
+
+
+def test_every_figure_of_the_readers_questions_is_in_the_page_that_its_row_names():
+    rows = [line for line in (ROOT / "docs/questions.md").read_text().splitlines() if line.startswith("| ")]
+    assert {row.partition(" | ")[0]: missing for row in rows if (missing := _unexplained(row))} == {}
+    assert _unexplained("| a | measured | 98.7654 % ([sweep.md](sweep.md)) |") == {98.7654}
