@@ -1,4 +1,4 @@
-"""An index, a training, an evaluation and a sweep as a user submits them to a cluster that asks for a token."""
+"""An index, a training, an evaluation and sweeps as a user submits them to a cluster that asks for a token."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ import pytest
 import yaml
 from miniature import FEW_PROCESSES, MINIATURE, QUICKSTART, SHORT_WARM_START
 
+import mempipe
 from mempipe.config import RunConfig
+from mempipe.loader import parse_overrides
 from mempipe.retrieval.manifest import check_index
 from tools.processes import ROOT, Marked, run
 from tools.ray_head import AUTHENTICATION, BIN, Head, ray_head
@@ -83,6 +85,25 @@ def test_a_sweep_runs_its_trials_in_processes_of_their_own(user, world):
     done = user.submit(sweep, f"output={user.output}")
     assert "finished (2 of 2)" in done.stdout
     assert (user.output / "two" / "budgets.html").exists()
+
+
+def test_a_sweep_trains_under_each_budget_before_it_measures(user):
+    few = parse_overrides([*MINIATURE, *SHORT_WARM_START, *FEW_PROCESSES, "num_steps=1", "tracking.enabled=false"])
+    values = {
+        "name": "trained",
+        "train": True,
+        "budgets": [8, 16],
+        "seeds": [1],
+        "runs": [{"name": "mem", "config": str(QUICKSTART), "settings": few}],
+        "benchmarks": [{"name": "world", "file": "{run}/world/validation.parquet", "num_questions": 4}],
+        "tracking": {"enabled": False},
+    }
+    done = user.submit(user.written("trained.yaml", values), f"output={user.output}")
+    assert "finished (2 of 2)" in done.stdout
+    trained = {mempipe.Run(folder).config.budget.memory_tokens for folder in (user.output / "trained/runs").iterdir()}
+    assert trained == {8, 16}
+    rows = json.loads((user.output / "trained/budgets.json").read_text())["budgets"]
+    assert {row["memory_tokens"] for row in rows} == {8, 16}
 
 
 def test_a_training_leaves_its_model(user):
