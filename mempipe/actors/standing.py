@@ -25,6 +25,9 @@ from mempipe.progress import say
 from mempipe.settings import ConfigError
 from mempipe.storage.files import sha256
 
+_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files from which vLLM reads the quantization of a model whose config.json names none."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Makeup:
@@ -41,6 +44,7 @@ class Makeup:
         engines = {
             "model": config.model.model_copy(update={"path": "", "source": ""}),
             "shape": _hash(folder / "config.json") or config.model.path,
+            "quantization": [_hash(folder / name) for name in _QUANTIZATION_FILES],
             "rotates_long": _rotates_long(folder, config.budget.context_tokens),
             "generation": config.generation,
             "stop_texts": stop_texts,
@@ -57,11 +61,13 @@ class Weights:
 
     path: str
     handle: WeightHandle | None
-    """None: a name on the hub, or files of another format. A new engine loads them, one that runs cannot."""
+    """None: a name on the hub, files of another format, or quantized weights, which an engine stores in its own form.
+    A new engine loads them, one that runs cannot."""
 
     @classmethod
     def of(cls, config: RunConfig) -> Weights:
-        return cls(path=config.model.path, handle=model_handle(config.model.path))
+        path = config.model.path
+        return cls(path=path, handle=None if _is_quantized(Path(path)) else model_handle(path))
 
 
 class StandingActors:
@@ -165,6 +171,14 @@ def _rotates_long(folder: Path, context_tokens: int) -> bool:
     file = folder / "config.json"
     limit = rotation_limit(json.loads(file.read_text())) if file.is_file() else None
     return limit is not None and context_tokens > limit
+
+
+def _is_quantized(folder: Path) -> bool:
+    """Returns whether vLLM reads a quantization for the model: from its config.json, or from a file next to it."""
+    file = folder / "config.json"
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    named = any(values.get(name) for name in ("quantization_config", "compression_config"))
+    return named or any((folder / name).is_file() for name in _QUANTIZATION_FILES)
 
 
 def _hash(file: Path) -> str:

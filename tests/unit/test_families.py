@@ -9,7 +9,7 @@ import torch
 import transformers
 
 from benchmarks.families import FAMILIES, Row, measure, save_family, table
-from mempipe.actors.standing import Makeup
+from mempipe.actors.standing import Makeup, Weights
 from mempipe.checks.models import check_adapter, check_architecture
 from mempipe.engines.architectures import logit_factor, refusal
 from mempipe.engines.config import ModelConfig
@@ -126,6 +126,21 @@ def test_an_engine_that_longrope_makes_another_network_is_not_shared(tmp_path):
             for tokens in (8192, 16384)
         ]
         assert (Makeup.of(configs[0]) == Makeup.of(configs[1])) is alike
+
+
+@pytest.mark.parametrize("named_in", ["config.json", "hf_quant_config.json"])
+def test_an_engine_of_quantized_weights_is_not_given_those_of_another_model(tmp_path, named_in):
+    made = []
+    for name, quantized in (("plain", False), ("first", True), ("second", True)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(name.encode())
+        (tmp_path / name / "config.json").write_text("{}")
+        if quantized:
+            (tmp_path / name / named_in).write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+        made.append(parse_config({"model": {"path": str(tmp_path / name)}}))
+    plain, first, second = map(Makeup.of, made)
+    assert plain.engines != first.engines == second.engines
+    assert [Weights.of(config).handle is None for config in made] == [False, True, True]
 
 
 def test_contexts_beyond_coheres_sliding_window_are_refused(tmp_path):
