@@ -35,7 +35,7 @@ _BOM = b"\xef\xbb\xbf"
 _NUM_EXAMPLES = 5
 _ROWS_AT_ONCE = 256
 _SEPARATORS = ",\t;"
-_NO_CELL = frozenset({"", "nan", "NaN", "NaT", "<NA>"})
+_NO_CELL = frozenset({"", "None", "nan", "NaN", "NaT", "<NA>"})
 """A cell without a value: an empty one, and what pandas writes where all columns were made texts."""
 _CONSTANTS = (b"NaN", b"Infinity")
 _OF_A_ROW = frozenset({"question", "messages", "conversations", "conversation"})

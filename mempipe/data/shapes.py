@@ -409,10 +409,8 @@ def _refuse_choice(row: dict[str, Any], path: str, answers: list[str]) -> None:
 
 def _refuse_without(setting: str, row: dict[str, Any], paths: Sequence[str]) -> NoReturn:
     if empty := next((path for path in paths if path in row), None):
-        raise BadRow(
-            "missing_field",
-            f"{empty} is {quoted(row[empty])}; the row needs {_PARTS[setting]}, or set data.columns.{setting}",
-        )
+        held = "has no value" if row[empty] is None else f"is {quoted(row[empty])}"
+        raise BadRow("missing_field", f"{empty} {held}; the row needs {_PARTS[setting]}, or set data.columns.{setting}")
     raise BadRow(
         "unknown_format",
         f"fields {_names(row)} are of no known format: none of them holds {_PARTS[setting]}; "

@@ -545,8 +545,8 @@ def test_the_answers_of_web_questions_may_hold_quotation_marks(tmp_path, value, 
         ),
         ({"input": "text", "question": "Q?", "target": "b", "answer": "c"}, "target and answer hold different answers"),
         (MUSIQUE | {"answers": ["Bo"]}, "answer and answers hold different answers"),
-        ({"question": None, "answer": "a"}, "question is None; the row needs a question (question, problem, "),
-        ({"question": "Who?", "answer": None}, "answer is None; the row needs a golden answer (golden_answers, "),
+        ({"question": None, "answer": "a"}, "question has no value; the row needs a question (question, problem, "),
+        ({"question": "Who?", "answer": None}, "answer has no value; the row needs a golden answer (golden_answers, "),
         ({"question": "Who?", "answers": [{"name": "Ann"}]}, "answers[0] is {'name': 'Ann'}; expected a golden answer"),
         (
             {"utterance": "Who?", "targetValue": "(list (number 3))"},
@@ -637,14 +637,14 @@ def test_a_table_that_excel_wrote_is_read_without_its_empty_columns_and_rows(tmp
     path.write_bytes("\ufeffquestion;answer;;\r\nWho?;Ann;;\r\n;;;\r\nWhen?;1900;;\r\n".encode())
     assert [(q.text, q.golden_answers) for q in read_questions(path)] == [("Who?", ["Ann"]), ("When?", ["1900"])]
     path.write_bytes(b"question;answer;;\r\n;;;\r\nWho?;;;\r\n")
-    assert refusal(path).startswith(f"{path}, row 2: answer is None")  # as Excel counts below the header
+    assert refusal(path).startswith(f"{path}, row 2: answer has no value")  # as Excel counts below the header
 
 
-@pytest.mark.parametrize("cell", ["nan", "NaN", "NaT", "<NA>"])
+@pytest.mark.parametrize("cell", ["None", "nan", "NaN", "NaT", "<NA>"])
 def test_what_pandas_writes_for_no_value_is_no_answer(tmp_path, cell):
     path = tmp_path / "q.csv"
     path.write_text(f"question,answer,context\nWho?,Ann,{cell}\nWhich bread?,{cell},\n")
-    assert refusal(path).startswith(f"{path}, row 2: answer is None")
+    assert refusal(path).startswith(f"{path}, row 2: answer has no value")
     (question,) = read_questions(path, max_bad_rows=1)
     assert (question.golden_answers, question.context) == (["Ann"], "")
     path.write_text(f'question,answer\nWhich word is it?,"[""{cell}""]"\n')
