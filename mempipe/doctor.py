@@ -29,7 +29,14 @@ def examine(
     Raises ConfigError when the settings themselves are wrong.
     """
     if Path(path).is_dir():  # of a run, which is there already
+        if not (Path(path) / "config.yaml").is_file():
+            raise ConfigError(
+                f"{path} holds no run (no config.yaml); give the folder of a run, or a YAML file, whose model.path may "
+                "be the folder of a model"
+            )
         path, resume = str(Path(path) / "config.yaml"), "always" if resume == "never" else resume
+    if num_gpus is not None and num_gpus < 0:
+        raise ConfigError(f"--devices is {num_gpus}; expected a number of GPUs, 0 or more")
     if gpu and num_gpus is None:
         raise ConfigError(f"--gpu {gpu} says the type of the GPUs, but not their number; say so by --devices N")
     devices = None

@@ -36,7 +36,9 @@ def check_run(config: RunConfig, *, resume: Resume = "never", devices: Devices |
     `devices` describes a cluster that is elsewhere. None means this machine's, or those of the cluster that the run
     connects to, which are counted there.
     """
-    findings = [_folder(config, resume), *check_agent(config), *_lengths(config), *_correction(config)]
+    findings = [_folder(config, resume), *check_agent(config), *_lengths(config)]
+    if resume != "always":  # the config.yaml of a run's folder names every setting
+        findings += _correction(config)
     findings += _tracking(config)
     if config.world is not None:
         findings += [*_world(config), *(_tiny_model(config) if config.makes_model else _model(config))]

@@ -41,6 +41,7 @@ from mempipe.loader import load_config, parse_config
 from mempipe.planning.capacity import ModelShape, model_shape, trained_parameters
 from mempipe.provenance import changed_inputs
 from mempipe.retrieval.build import build_index
+from mempipe.runs import Resume
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
 from tools.processes import free_ports
@@ -355,15 +356,24 @@ def test_names_of_mixtures_are_known(name, mixed):
 
 
 def test_a_correction_that_changes_nothing_is_noted_where_it_was_asked_for(settings):
-    def noted(correction: dict[str, Any], **learner: Any) -> list[str]:
+    def noted(correction: dict[str, Any], *, resume: Resume = "never", **learner: Any) -> list[str]:
         asked = settings | {"algorithm": settings["algorithm"] | correction}
         config = parse_config(asked | {"learner": settings["learner"] | learner})
-        return [f.text for f in check_run(config, devices=PLENTY) if "algorithm.correction" in f.text]
+        found = check_run(config, devices=PLENTY, resume=resume)
+        return [f.text for f in found if "algorithm.correction" in f.text]
 
     (text,) = noted({"correction": "token"})
     assert "choose token_mask" in text and "learner.old_logprobs to recompute" in text
     assert not noted({}) and not noted({"correction": "token_mask"}) and not noted({"correction": "none"})
     assert not noted({"correction": "sequence"}, old_logprobs="recompute")
+    assert not noted({"correction": "token"}, resume="always")  # of a run's folder, whose config has every setting
+
+
+def test_doctor_refuses_a_folder_without_a_run_and_a_negative_number_of_gpus(settings, tmp_path):
+    with pytest.raises(ConfigError, match=r"holds no run \(no config.yaml\); give the folder of a run, or a YAML file"):
+        examine(settings["model"]["path"])
+    with pytest.raises(ConfigError, match="--devices is -1; expected a number of GPUs, 0 or more"):
+        examine(written(tmp_path / "c.yaml", settings), num_gpus=-1)
 
 
 def test_without_a_gpu_a_model_is_refused_whose_heads_the_engine_has_no_code_for(settings, tmp_path):
