@@ -51,6 +51,7 @@ Resume = Literal["never", "auto", "always"]
 QUESTIONS_FOLDER = "cloze"
 """Folder of the questions that a run creates from data.corpus."""
 _STATE, _CONFIG, _GIVEN, _INPUTS = "state.json", "config.yaml", "config.given.yaml", "inputs.json"
+_PROMPTS = "the agent's prompt (agent.prompts, the schemas of its tools or the model's chat template)"
 _WORK = (
     "checkpoints",
     "kept_groups",
@@ -145,8 +146,9 @@ class Run:
         others."""
         before = self.inputs
         if changed := changed_inputs(before, now):
+            named = [_PROMPTS if name == "agent.prompts" else name for name in changed]
             raise ConfigError(
-                f"{self.folder} was begun with other inputs: the content of {', '.join(changed)} has changed since, "
+                f"{self.folder} was begun with other inputs: the content of {', '.join(named)} has changed since, "
                 "and with it the learned result; put the old files back, or give the run another `name`"
             )
         write_record(self.folder / _INPUTS, {**now, **{name: value for name, value in before.items() if value}})

@@ -234,6 +234,13 @@ def test_a_run_that_was_begun_with_other_inputs_is_refused_by_their_names(begun)
     assert run.inputs["data.train"] == "a"
 
 
+def test_a_changed_prompt_is_refused_with_all_that_makes_it(begun):
+    run = Run(config(begun), resume="always")
+    run.check_inputs({"agent.prompts": "a"})
+    with pytest.raises(ConfigError, match=r"content of the agent's prompt \(agent\.prompts, the schemas of its tools"):
+        run.check_inputs({"agent.prompts": "b"})
+
+
 def test_what_is_newer_than_the_restored_checkpoint_is_set_aside_and_named(begun):
     run = Run(config(begun), resume="always")
     of = {"evaluation/before.parquet": 0, "evaluation/step-00000005.parquet": 5, "evaluation/step-00000010.parquet": 10}
