@@ -99,9 +99,9 @@ class Evaluation:
     def compare(self, other: Evaluation) -> pl.DataFrame:
         """Compares this evaluation with another one on the questions that both have.
 
-        Returns a row for each metric: both means, the difference `other - self` with the bounds of its paired 95 %
-        bootstrap interval, the number of shared questions, and for exact match McNemar's test: questions gained, lost,
-        and the p value. Raises ConfigError when no question is shared.
+        Returns a row for each metric: the difference `other - self` with the bounds of its paired 95 % bootstrap
+        interval, both means, the number of shared questions, and for exact match McNemar's test: questions gained,
+        lost, and the p value. Raises ConfigError when no question is shared.
         """
         drawn = Bootstrap()
         interval = partial(paired_interval, seed=SEED, num_resamples=drawn.num_resamples, confidence=drawn.confidence)
@@ -115,11 +115,11 @@ class Evaluation:
             rows.append(
                 {
                     "metric": metric,
-                    "first": each.first,
-                    "second": each.second,
                     "difference": each.difference.value,
                     "low": each.difference.low,
                     "high": each.difference.high,
+                    "first": each.first,  # polars prints the first four columns and the last four
+                    "second": each.second,
                     "num_shared": each.num_shared,
                     "gained": test.gained if test else None,
                     "lost": test.lost if test else None,

@@ -334,6 +334,8 @@ def test_an_evaluation_counts_what_is_right_and_shows_what_is_wrong(agent, engin
     worse = mempipe.evaluate(agent, questions)
     assert worse.failures()["answer"].str.strip_chars().to_list() == ["nobody"] * 3
     assert worse.interval("em").value == pytest.approx(1 - 3 / len(questions))
+    printed = str(right.compare(worse))
+    assert all(f"┆ {name} " in printed for name in ("difference", "low", "high", "p_value"))
     compared = right.compare(worse).row(0, named=True)
     assert (compared["gained"], compared["lost"], compared["num_shared"]) == (0, 3, len(questions))
     assert compared["difference"] == pytest.approx(-3 / len(questions))
