@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -250,10 +251,10 @@ def _check_metric(metric: str) -> None:
 
 def check_sampling(num_samples: int, temperature: float) -> None:
     """Raises ConfigError for attempts that cannot be made, or that would all be the same."""
-    if num_samples < 1:
-        raise ConfigError(f"num_samples is {num_samples}; expected at least 1")
-    if not 0 <= temperature <= 2:
-        raise ConfigError(f"temperature is {temperature}; expected a number from 0 to 2")
+    if not isinstance(num_samples, Integral) or num_samples < 1:
+        raise ConfigError(f"num_samples is {num_samples!r}; expected a whole number from 1")
+    if not isinstance(temperature, Real) or not 0 <= temperature <= 2:
+        raise ConfigError(f"temperature is {temperature!r}; expected a number from 0 to 2")
     if num_samples > 1 and temperature == 0:
         raise ConfigError(f"num_samples is {num_samples} at temperature 0, where all are the same; set a temperature")
 
@@ -263,8 +264,8 @@ def questions_of(
 ) -> list[Question]:
     """Returns the first questions of a file or of rows; `num_questions` 0 takes all. Raises ConfigError where there is
     none."""
-    if num_questions < 0:
-        raise ConfigError(f"num_questions is {num_questions}; expected a number from 1, or 0 for all")
+    if not isinstance(num_questions, Integral) or num_questions < 0:
+        raise ConfigError(f"num_questions is {num_questions!r}; expected a whole number from 1, or 0 for all")
     fields = parse_section(dict(columns or {}), Columns)
     if isinstance(questions, str | Path):
         read = read_questions(questions, columns=fields)
