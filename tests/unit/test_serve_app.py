@@ -27,7 +27,8 @@ from service_builders import BY_TEXT, CONFIGS, QUESTIONS, Service, build_service
 
 from mempipe.agents.registry import agent_spec
 from mempipe.answers import attempt_events, replies
-from mempipe.answers.api import AnswerReply, AnswerRequest, TurnReply
+from mempipe.answers.answering import Answering
+from mempipe.answers.api import AnswerReply, AnswerRequest, BudgetChanges, TurnReply
 from mempipe.answers.conversation import fitted, noted
 from mempipe.answers.errors import ApiError
 from mempipe.answers.replies import changes, passage_reply
@@ -142,6 +143,22 @@ def test_many_clients_get_each_their_own_answer(service):
             return await asyncio.gather(*(one(question.text) for question in QUESTIONS[:24]))
 
     assert all(asyncio.run(all_at_once()))
+
+
+async def test_only_a_request_that_takes_time_to_check_waits_for_a_thread(service, monkeypatch):
+    """A thread beside a busy event loop gets its turn late, and so does the first event of a stream."""
+    checked_here, check = list[bool](), Answering._plan
+    here, answering = threading.get_ident(), service.app.state.parts.answering
+
+    def noting(*asked: Any) -> Any:
+        checked_here.append(threading.get_ident() == here)
+        return check(*asked)
+
+    monkeypatch.setattr(Answering, "_plan", noting)
+    await answering.plan(AnswerRequest(question=TWO_HOPS.text), memory="known")
+    await answering.plan(AnswerRequest(question=TWO_HOPS.text, budget=BudgetChanges(memory_tokens=20)))
+    await answering.plan(AnswerRequest(question=TWO_HOPS.text), memory="known " * 1_000)
+    assert checked_here == [True, False, False]
 
 
 def events_of(lines: Iterator[str]) -> list[tuple[str, Any]]:
