@@ -31,6 +31,14 @@ class PageRequest(BaseModel):
     """`desc`: the newest entry is first."""
 
 
+class OldestFirst(PageRequest):
+    """The part of a list of what a client has stored."""
+
+    limit: Limit = MAX_LISTED
+    order: Order = "asc"
+    """`asc`: the oldest entry is first."""
+
+
 class Page(BaseModel, Generic[T]):
     """A part of a list. `last_id` is what the next page begins after, if `has_more` says that there is one."""
 

@@ -313,13 +313,14 @@ def test_a_session_carries_what_was_found_and_asked_to_its_next_question(service
     assert post(service, question="x", session=session["id"]).status_code == 404
 
 
-def test_sessions_are_listed_page_by_page(tokenizer, tmp_path):
+@pytest.mark.parametrize("path", ["/v1/sessions", "/v1/documents"])
+def test_what_is_stored_is_listed_page_by_page(tokenizer, tmp_path, path):
     service = build_service(tokenizer, tmp_path)
     with running(service), httpx.Client(base_url=service.url) as client:
-        ids = [client.post("/v1/sessions").json()["id"] for _ in range(3)]
+        ids = [client.post(path).json()["id"] for _ in range(3)]
 
         def page(**asked: Any) -> Any:
-            return client.get("/v1/sessions", params=asked).json()
+            return client.get(path, params=asked).json()
 
         assert [each["id"] for each in page()["data"]] == ids and not page()["has_more"]
         first = page(limit=2)
@@ -328,7 +329,7 @@ def test_sessions_are_listed_page_by_page(tokenizer, tmp_path):
         assert [each["id"] for each in page(limit=2, order="desc")["data"]] == [ids[2], ids[1]]
         for wrong in ({"limit": 0}, {"limit": 101}, {"after": "none"}, {"order": "up"}):
             assert page(**wrong)["error"]["param"] == next(iter(wrong))
-        operation = client.get("/openapi.json").json()["paths"]["/v1/sessions"]["get"]
+        operation = client.get("/openapi.json").json()["paths"][path]["get"]
     (limit,) = [each["schema"] for each in operation["parameters"] if each["name"] == "limit"]
     assert (limit["default"], limit["maximum"]) == (100, 100)
 
@@ -970,7 +971,9 @@ def test_sessions_belong_to_their_key(guarded):
 
     session = httpx.post(f"{guarded.url}/v1/sessions", headers=headers(KEY)).json()["id"]
     assert httpx.get(f"{guarded.url}/v1/sessions/{session}", headers=headers(OTHER_KEY)).status_code == 404
-    assert httpx.get(f"{guarded.url}/v1/sessions", headers=headers(OTHER_KEY)).json()["data"] == []
+    httpx.post(f"{guarded.url}/v1/documents", headers=headers(KEY))
+    for path in ("/v1/sessions", "/v1/documents"):
+        assert httpx.get(f"{guarded.url}{path}", headers=headers(OTHER_KEY)).json()["data"] == []
     assert httpx.get(f"{guarded.url}/v1/sessions/{session}", headers=headers(KEY)).status_code == 200
     assert httpx.get(f"{guarded.url}/v1/sessions").status_code == 401
 

@@ -56,6 +56,7 @@ OPERATIONS = [
     ("GET", "/v1/sessions/{session}"),
     ("DELETE", "/v1/sessions/{session}"),
     ("POST", "/v1/documents"),
+    ("GET", "/v1/documents"),
     ("POST", "/v1/documents/{document}/pieces"),
     ("GET", "/v1/documents/{document}"),
     ("DELETE", "/v1/documents/{document}"),

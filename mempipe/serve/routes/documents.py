@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request
 
 from mempipe.answers.api import DeletedReply, DocumentReply
 from mempipe.answers.errors import ApiError
+from mempipe.openai_api.listing import OldestFirst, Page, page_of
 from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
 from mempipe.serve.routes.parts import Owner, PartsOfApp, no_body
 
@@ -34,6 +35,15 @@ async def append(
     return DocumentReply(
         **asdict(await parts.store.documents.append(document, owner, await request.body(), start=start))
     )
+
+
+@router.get("")
+async def documents(parts: PartsOfApp, owner: Owner, asked: Annotated[OldestFirst, Query()]) -> Page[DocumentReply]:
+    """Lists the caller's documents, a hundred at once unless told otherwise."""
+    found = await parts.store.documents.of_owner(
+        owner, limit=asked.limit + 1, after=asked.after, newest_first=asked.order == "desc"
+    )
+    return page_of([DocumentReply(**asdict(each)) for each in found], limit=asked.limit)
 
 
 @router.get("/{document}", responses=refusals(404))

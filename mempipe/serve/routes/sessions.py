@@ -8,17 +8,11 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query
 
 from mempipe.answers.api import DeletedReply, SessionReply
-from mempipe.openai_api.listing import MAX_LISTED, Limit, Order, Page, PageRequest, page_of
+from mempipe.openai_api.listing import OldestFirst, Page, page_of
 from mempipe.serve.routes.documented import ALWAYS, BEARER, OF_A_BODY, refusals
 from mempipe.serve.routes.parts import Owner, PartsOfApp, no_body
 
 router = APIRouter(prefix="/v1/sessions", tags=["sessions"], dependencies=BEARER, responses=ALWAYS)
-
-
-class SessionsRequest(PageRequest):
-    limit: Limit = MAX_LISTED
-    order: Order = "asc"
-    """`asc`: the oldest session is first."""
 
 
 @router.post("", responses=OF_A_BODY, dependencies=[Depends(no_body("a session begins with an empty memory"))])
@@ -28,7 +22,7 @@ async def create_session(parts: PartsOfApp, owner: Owner) -> SessionReply:
 
 
 @router.get("")
-async def sessions(parts: PartsOfApp, owner: Owner, asked: Annotated[SessionsRequest, Query()]) -> Page[SessionReply]:
+async def sessions(parts: PartsOfApp, owner: Owner, asked: Annotated[OldestFirst, Query()]) -> Page[SessionReply]:
     """Lists the caller's conversations, a hundred at once unless told otherwise."""
     found = await parts.store.sessions.of_owner(
         owner, limit=asked.limit + 1, after=asked.after, newest_first=asked.order == "desc"

@@ -220,6 +220,27 @@ class Database:
             raise _missing(table, row_id)
         return dict(row)
 
+    async def of_owner(
+        self, table: str, columns: str, owner: str, *, limit: int, after: str | None, newest_first: bool
+    ) -> list[dict[str, Any]]:
+        """Returns the columns of at most `limit` of the owner's rows, in the order of their creation: those after the
+        row `after`. Raises ApiError 400 when there is no such row.
+        """
+
+        def read(connection: sqlite3.Connection) -> list[dict[str, Any]]:
+            then, way = ("<", "DESC") if newest_first else (">", "ASC")
+            where, arguments = "owner=? AND expires_at>?", [owner, self.now()]
+            if after is not None:
+                try:
+                    last = self.find(connection, table, "id, created_at", after, owner)
+                except ApiError as error:
+                    raise ApiError(400, f"{error}; leave after out to begin again", param="after") from error
+                where, arguments = f"{where} AND (created_at, id) {then} (?,?)", [*arguments, last["created_at"], after]
+            query = f"SELECT {columns} FROM {table} WHERE {where} ORDER BY created_at {way}, id {way} LIMIT ?"
+            return [dict(row) for row in connection.execute(query, (*arguments, limit))]
+
+        return await self.read(read)
+
     async def delete(self, table: str, row_id: str, owner: str) -> None:
         """Raises ApiError 404."""
 

@@ -84,6 +84,17 @@ class Documents:
         """Raises ApiError 404."""
         return await self._database.read(lambda connection: self._find(connection, document_id, owner))
 
+    async def of_owner(
+        self, owner: str, *, limit: int, after: str | None = None, newest_first: bool = False
+    ) -> list[StoredDocument]:
+        """Returns at most `limit` of the owner's documents, in the order of their creation: those after the document
+        `after`. Raises ApiError 400 when there is no such document.
+        """
+        rows = await self._database.of_owner(
+            "documents", _COLUMNS, owner, limit=limit, after=after, newest_first=newest_first
+        )
+        return [StoredDocument(**row) for row in rows]
+
     async def text(self, document_id: str, owner: str) -> str:
         """Returns the whole document, which lives on from now. Raises ApiError 404, and 400 when it is not UTF-8.
 

@@ -65,19 +65,10 @@ class Sessions:
         `after`. Raises ApiError 400 when there is no such session.
         """
 
-        def read(connection: sqlite3.Connection) -> list[Session]:
-            then, way = ("<", "DESC") if newest_first else (">", "ASC")
-            where, arguments = "owner=? AND expires_at>?", [owner, self._database.now()]
-            if after is not None:
-                try:
-                    last = self._find(connection, after, owner)
-                except ApiError as error:
-                    raise ApiError(400, f"{error}; leave after out to begin again", param="after") from error
-                where, arguments = f"{where} AND (created_at, id) {then} (?,?)", [*arguments, last.created_at, last.id]
-            query = f"SELECT {_COLUMNS} FROM sessions WHERE {where} ORDER BY created_at {way}, id {way} LIMIT ?"
-            return [Session(**row) for row in connection.execute(query, (*arguments, limit))]
-
-        return await self._database.read(read)
+        rows = await self._database.of_owner(
+            "sessions", _COLUMNS, owner, limit=limit, after=after, newest_first=newest_first
+        )
+        return [Session(**row) for row in rows]
 
     async def change(
         self,
