@@ -19,6 +19,8 @@ from mempipe.settings import ConfigError
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Dimensions of an attention head for which an engine without a GPU has code (vLLM 0.32); it ends at the first token of
 another model."""
+VOCAB_BLOCK = 64
+"""An engine pads the vocabulary to a multiple of this, and splits the padded one (vLLM 0.32)."""
 
 
 def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -> list[Finding]:
@@ -41,9 +43,9 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
             *findings,
             note(f"memory not estimated: the shape of {config.model.path or config.model.source!r} is not known here"),
         ]
-    if shape.heads % placed.tensor_parallel:
-        text = f"generation.tensor_parallel is {placed.tensor_parallel}, which does not divide the {shape.heads}"
-        return [*findings, fatal(f"{text} attention heads of the model")]
+    if reason := _uneven(shape, placed.tensor_parallel):
+        text = f"generation.tensor_parallel is {placed.tensor_parallel}, which {reason} of the model"
+        return [*findings, fatal(text)]
     if not devices.num_gpus and shape.head_dim not in CPU_HEAD_SIZES:
         sizes = ", ".join(map(str, CPU_HEAD_SIZES))
         text = (
@@ -94,6 +96,19 @@ def _of_plan(config: RunConfig, devices: Devices, demand: Demand, placed: Placem
             )
         )
     return findings
+
+
+def _uneven(shape: ModelShape, parts: int) -> str:
+    """Returns why vLLM cannot split the model evenly over an engine's GPUs; an empty text where it can. GPUs beyond the
+    number of heads of keys and values hold copies of them."""
+    vocab, keys = VOCAB_BLOCK * math.ceil(shape.vocab / VOCAB_BLOCK), shape.kv_heads
+    rests = {
+        f"does not divide the {shape.heads} attention heads": shape.heads % parts,
+        f"neither divides nor repeats the {keys} heads of keys and values": keys % parts and parts % keys,
+        f"does not divide the intermediate size {shape.intermediate}": shape.intermediate % parts,
+        f"does not divide the padded vocabulary {vocab}": vocab % parts,
+    }
+    return next((reason for reason, rest in rests.items() if rest), "")
 
 
 def _gpu_memory(config: RunConfig, shape: ModelShape, placed: Placement, gib: float) -> list[Finding]:

@@ -385,6 +385,24 @@ def test_gpus_that_are_more_than_the_heads_of_the_cache_hold_copies():
     assert problem == "generation.tensor_parallel is 3, which does not divide the 16 attention heads of the model"
 
 
+@pytest.mark.parametrize(
+    ("shape", "parts", "reason"),
+    [
+        (SEVEN, 7, "neither divides nor repeats the 4 heads of keys and values"),
+        (replace(SEVEN, heads=24, kv_heads=12), 3, "does not divide the intermediate size 18944"),
+        (replace(SEVEN, heads=24, kv_heads=12, intermediate=6144, vocab=151936), 3, "padded vocabulary 151936"),
+        (replace(SEVEN, heads=24, kv_heads=12, intermediate=6144, vocab=50_250), 3, ""),  # 50,304 are divisible
+        (SEVEN, 4, ""),
+        (KNOWN["Qwen/Qwen2.5-3B-Instruct"], 8, ""),
+    ],
+)
+def test_engines_are_refused_that_vllm_cannot_split_over_their_gpus(shape, parts, reason):
+    config = preset("7b", f"generation.tensor_parallel={parts}", "placement=separate")
+    with patch("mempipe.checks.roles.model_shape", return_value=shape):
+        problems = [finding.text for finding in said(config, 128) if finding.fatal]
+    assert len(problems) == bool(reason) and all(reason in problem for problem in problems)
+
+
 def test_the_largest_share_is_the_setting_itself():
     """100 * 0.57 is 56.99... in binary."""
     config = preset("3b", "generation.gpu_memory_utilization=0.57")
