@@ -294,10 +294,13 @@ def _build(settings: VllmSettings) -> LLMEngine:
 
 def _import_model(folder: Path) -> None:
     """Gives vLLM the class of the model. Otherwise it imports the class in another process first, which takes a core
-    for 13 seconds whenever a machine starts an engine of that architecture for the first time."""
+    for 13 seconds whenever a machine starts an engine of that architecture for the first time. A name on the hub has no
+    folder here, and vLLM finds its class."""
     from vllm import ModelRegistry
 
-    for name in json.loads((folder / "config.json").read_text()).get("architectures") or []:
+    file = folder / "config.json"
+    values = json.loads(file.read_text()) if file.is_file() else {}
+    for name in values.get("architectures") or []:
         if name in ModelRegistry.models:
             ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 

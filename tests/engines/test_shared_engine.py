@@ -18,7 +18,7 @@ from tiny_qwen2 import engine_processes, held, left_in, make_generator, prompts
 
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import EngineDead, EngineFault, Generator
-from mempipe.engines.vllm_shared import SharedEngine, is_occupied
+from mempipe.engines.vllm_shared import SharedEngine, _import_model, is_occupied
 from mempipe.engines.weights import WeightHandle
 from mempipe.types import Completion
 
@@ -134,3 +134,8 @@ async def test_the_first_engine_of_an_architecture_imports_vllm_in_no_other_proc
     await generator.start()
     await complete(generator, prompts(1)[0])
     await generator.shutdown()
+
+
+def test_a_model_that_is_a_name_on_the_hub_is_left_to_vllm(monkeypatch):
+    monkeypatch.setattr("vllm.ModelRegistry.register_model", lambda *_: pytest.fail("no file names a class"))
+    _import_model(Path("Qwen/Qwen2.5-0.5B-Instruct"))
