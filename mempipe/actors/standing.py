@@ -18,15 +18,12 @@ from typing import Any
 from mempipe.actors.launch import ClusterGpus, RolloutActors, Started, reserve
 from mempipe.actors.lost import LaunchError, one_line
 from mempipe.config import RunConfig
-from mempipe.engines.architectures import rotation_limit
+from mempipe.engines.architectures import QUANTIZATION_FILES, quantization, rotation_limit
 from mempipe.engines.weights import WeightHandle, model_handle
 from mempipe.planning.placement import Demand
 from mempipe.progress import say
 from mempipe.settings import ConfigError
 from mempipe.storage.files import sha256
-
-_QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
-"""Files from which vLLM reads the quantization of a model whose config.json names none."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +41,7 @@ class Makeup:
         engines = {
             "model": config.model.model_copy(update={"path": "", "source": ""}),
             "shape": _hash(folder / "config.json") or config.model.path,
-            "quantization": [_hash(folder / name) for name in _QUANTIZATION_FILES],
+            "quantization": [_hash(folder / name) for name in QUANTIZATION_FILES],
             "rotates_long": _rotates_long(folder, config.budget.context_tokens),
             "generation": config.generation,
             "stop_texts": stop_texts,
@@ -174,11 +171,8 @@ def _rotates_long(folder: Path, context_tokens: int) -> bool:
 
 
 def _is_quantized(folder: Path) -> bool:
-    """Returns whether vLLM reads a quantization for the model: from its config.json, or from a file next to it."""
     file = folder / "config.json"
-    values = json.loads(file.read_text()) if file.is_file() else {}
-    named = any(values.get(name) for name in ("quantization_config", "compression_config"))
-    return named or any((folder / name).is_file() for name in _QUANTIZATION_FILES)
+    return bool(quantization(str(folder), json.loads(file.read_text()) if file.is_file() else {}))
 
 
 def _hash(file: Path) -> str:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 _COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -33,6 +34,8 @@ _FUSED = {"phi3": ("qkv_proj", "gate_up_proj"), "glm": ("gate_up_proj",), "glm4"
 """Linear layers by model_type that compute what other networks compute with several."""
 _UNSERVED = {"glm4": ("gate_up_proj",)}
 """Fused layers by model_type whose adapter vLLM 0.32 refuses, since it expects one of each part."""
+QUANTIZATION_FILES = ("hf_quant_config.json", "quantize_config.json", "quant_config.json")
+"""Files from which vLLM reads the quantization of a model whose config.json names none."""
 TINY_POSITIONS = 1024
 """Positions of the tiny model (`mempipe.engines.tiny`), which a run with a `world` makes."""
 _TINY_LAYER = (
@@ -53,13 +56,22 @@ def is_named_as_mixture(name: str) -> bool:
     return _NAMES.search(name) is not None
 
 
+def quantization(path: str, values: Mapping[str, Any]) -> str:
+    """Names the quantization that an engine reads for the model at `path`: from the values of its config.json, or from
+    a file next to it; "" for none."""
+    for name in ("quantization_config", "compression_config"):
+        if given := values.get(name):
+            return given.get("quant_method") or name
+    return next((name for name in QUANTIZATION_FILES if (Path(path) / name).is_file()), "")
+
+
 def refusal(path: str, values: Mapping[str, Any]) -> str:
     """Returns the sentence that refuses the model at `path` by the values of its config.json; "" for one that can be
     trained."""
     kind = values.get("model_type", "unknown")
     if experts := num_experts(values):
         return mixture_refusal(path, known=f" ({kind}, {experts} experts)")
-    if method := (values.get("quantization_config") or {}).get("quant_method"):
+    if method := quantization(path, values):
         return (
             f"model.path {path!r} is quantized ({method}), and rounded weights cannot be trained; take the model that "
             "it was made of"

@@ -68,10 +68,12 @@ def test_a_language_model_inside_another_config_is_looked_at_too():
     assert refusal("m", {"model_type": "some_vl", "text_config": {"layer_types": ["full_attention"]}}) == ""
 
 
-def test_a_quantized_model_is_refused():
+def test_a_quantized_model_is_refused(tmp_path):
     values = {"model_type": "qwen3", "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
     assert "model.path 'm' is quantized (fp8), and rounded weights cannot be trained" in refusal("m", values)
     assert refusal("m", {**values, "quantization_config": None}) == ""
+    (tmp_path / "hf_quant_config.json").write_text("{}")
+    assert "is quantized (hf_quant_config.json), and rounded weights" in refusal(str(tmp_path), {"model_type": "qwen3"})
 
 
 def test_logits_are_scaled_as_the_network_does():
