@@ -57,6 +57,7 @@ _ADDED = {
 _INDEXES = """
 CREATE INDEX IF NOT EXISTS sessions_of_owner ON sessions (owner, created_at);
 CREATE INDEX IF NOT EXISTS sessions_by_end ON sessions (expires_at);
+CREATE INDEX IF NOT EXISTS documents_of_owner ON documents (owner, created_at);
 CREATE INDEX IF NOT EXISTS documents_by_end ON documents (expires_at);
 CREATE INDEX IF NOT EXISTS responses_by_end ON responses (expires_at);
 CREATE INDEX IF NOT EXISTS replies_by_end ON replies (expires_at);

@@ -64,7 +64,6 @@ class Sessions:
         """Returns at most `limit` of the owner's sessions, in the order of their creation: those after the session
         `after`. Raises ApiError 400 when there is no such session.
         """
-
         rows = await self._database.of_owner(
             "sessions", _COLUMNS, owner, limit=limit, after=after, newest_first=newest_first
         )
