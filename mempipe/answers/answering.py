@@ -43,8 +43,8 @@ logger = logging.getLogger(__name__)
 NO_LOGPROBS = "logprobs is true, and the engine of this service gives none; leave it out"
 KEPT_RENDERERS = 32
 SHORT_CHARS = 1_000
-"""A request with fewer characters is checked without a thread, since a thread waits some 20 ms for its turn while the
-event loop works for 32 clients; the check of a short question takes a tenth of a millisecond."""
+"""A request with fewer characters is checked without a thread: the check takes a tenth of a millisecond, and a thread
+gets its turn late while the event loop works for many clients."""
 MAX_RESTARTS = 6
 """How often the attempts of a request may start again because the index changed. Several replicas are not replaced at
 the same moment, so a request pauses before it starts again, some 10 seconds in all."""
