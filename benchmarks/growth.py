@@ -31,11 +31,14 @@ import numpy as np
 
 from benchmarks.driver_step import make_context
 from benchmarks.pictures import pyplot, save
-from mempipe.types import Completion, EndReason, FinishReason, Group, Passage, Question, Trajectory
+from mempipe.types import Completion, EndReason, Evidence, FinishReason, Group, Passage, Question, Trajectory
 
 WORDS = [f"w{i}" for i in range(20_000)]
 SEARCHES = 200
 GROUP_SIZE = 8
+PART = 32
+"""Questions of a part of an evaluation's results."""
+RESULTS_OF = {"num_samples": 1, "weights": "a model", "model_sha256": "m", "index_sha256": "i"}
 LEAST = {"seconds": 0.02, "mib": 8}
 """Smaller values are not told from noise."""
 Work = Callable[[], object]
@@ -294,6 +297,53 @@ def studied(count: int, folder: Path) -> Work:
     return lambda: write_budget_report(folder, study_evaluation(folder), name="growth")
 
 
+def kept(count: int, folder: Path) -> Work:
+    """Writes the rows of an evaluation of `count` questions in parts."""
+    from mempipe.evaluation.results import ResultFolder, result_row
+
+    def work() -> None:
+        results = ResultFolder(folder / "growth" / "memory" / "nq", RESULTS_OF)
+        results.open()
+        for start in range(0, count, PART):
+            part = [*asked(start, min(start + PART, count))]
+            results.append(part, [result_row(group, growing=False, prompt_hash="p") for group in part])
+        results.finish()
+
+    return work
+
+
+def asked(start: int, end: int) -> Iterator[Group]:
+    """Yields questions that need one fact, each with one attempt."""
+    (group,) = played(1)
+    for number in range(start, end):
+        fact = Evidence(passage_id=str(number), value=f"word{number}")
+        question = Question(id=f"q{number}", text=f"question {number}", golden_answers=[fact.value], evidence=[fact])
+        yield replace(group, id=question.id, question=question)
+
+
+def reported(count: int, folder: Path) -> Work:
+    """Makes the report of an evaluation of one run, as `mempipe evaluate` ends."""
+    from mempipe.evaluation.results import ResultFolder
+    from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite
+    from mempipe.loader import load_config
+    from mempipe.tracking.config import TrackingConfig
+    from pipelines.evaluate import PlannedRun, QuestionSet, RunOnSet, report
+
+    kept(count, folder)()
+    run, benchmark = EvaluatedRun(name="memory", config="quickstart"), Benchmark(name="nq", file="nq.jsonl")
+    suite = EvaluationSuite(
+        name="growth",
+        output=str(folder),
+        runs=[run],
+        benchmarks=[benchmark],
+        tracking=TrackingConfig(enabled=False),
+    )
+    of_set = QuestionSet(benchmark=benchmark, file="nq.jsonl", file_sha256="", num_questions=count, depths={})
+    job = RunOnSet(asked=of_set, results=ResultFolder(folder / "growth" / "memory" / "nq", RESULTS_OF))
+    planned = PlannedRun(run=run, config=load_config("quickstart"), prompt_hash="p", jobs=[job])
+    return lambda: report(suite, [planned])
+
+
 class Answers:
     """Samples the same message at once."""
 
@@ -395,6 +445,8 @@ CURVES = {
     f"{SEARCHES} responses of a service": Curve(
         of="responses", sizes=(10, 100, 1000, 10_000, 100_000), prepare=responded, expected=0
     ),
+    "rows of an evaluation": Curve(of="questions", sizes=(100, 1000, 10_000, 100_000), prepare=kept, expected=1),
+    "report of an evaluation": Curve(of="questions", sizes=(100, 1000, 10_000, 100_000), prepare=reported, expected=1),
     "page of a sweep": Curve(of="budgets", sizes=(1, 5, 10, 50), prepare=studied, expected=1),
     "read a document": Curve(of="tokens", sizes=(4000, 40_000, 400_000, 4_000_000), prepare=read, expected=1),
     "groups in flight": Curve(of="groups", sizes=(1, 8, 64, 512), prepare=in_flight, expected=1),

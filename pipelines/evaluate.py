@@ -39,10 +39,9 @@ from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.benchmarks import BenchmarkRows, find_file, read_benchmark
 from mempipe.evaluation.cells import Cell
 from mempipe.evaluation.judge import judge_answers
-from mempipe.evaluation.memory_quality import memory_quality
-from mempipe.evaluation.quality_by_turn import quality_by_turn
+from mempipe.evaluation.quality_by_turn import quality_and_by_turn
 from mempipe.evaluation.recall import ask_recall, recall_probes, recall_rates
-from mempipe.evaluation.results import ResultFolder, ResultRow, read_groups, read_results, result_row
+from mempipe.evaluation.results import ResultFolder, ResultRow, iter_groups, read_results, result_row
 from mempipe.evaluation.suite import Benchmark, EvaluatedRun, EvaluationSuite, resolve_run, trained_on
 from mempipe.evaluation.table import percent_text
 from mempipe.progress import Progress, say, waiting
@@ -323,14 +322,18 @@ def report(suite: EvaluationSuite, planned: Sequence[PlannedRun]) -> list[Path]:
 def cell_of(suite: EvaluationSuite, planned: PlannedRun, job: RunOnSet) -> Cell:
     """Returns the results of a run on a set, with the quality of its memories, if its agent writes any."""
     rows = read_results(job.results.path)
-    groups = read_groups(job.results.path) if planned.config.has_memory else []
-    rates = memory_quality(groups, memory_budget=planned.config.budget.memory_limit)
+    rates, by_turn = quality_and_by_turn(
+        iter_groups(job.results.path, tokens=False) if planned.config.has_memory else (),
+        memory_budget=planned.config.budget.memory_limit,
+        seed=suite.seed,
+        **suite.bootstrap.model_dump(),
+    )
     return Cell(
         run=planned.run.name,
         benchmark=job.benchmark,
         rows=rows,
         memory=rates | recall_rates([counts for row in rows for counts in row.recalls]),
-        memory_by_turn=quality_by_turn(groups, seed=suite.seed, **suite.bootstrap.model_dump()),
+        memory_by_turn=by_turn,
         trained_on=trained_on(planned.run),
     )
 

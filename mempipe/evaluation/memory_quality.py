@@ -47,7 +47,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from mempipe.facts import (
@@ -120,15 +120,17 @@ class MemoryQuality:
         }
 
 
-def memory_quality(groups: Sequence[Group], *, memory_budget: int | None = None) -> dict[str, float]:
+def memory_quality(groups: Iterable[Group], *, memory_budget: int | None = None) -> dict[str, float]:
     """Returns the rates over all trajectories of `groups`."""
     counts = (trajectory_quality(trajectory, group.question) for group in groups for trajectory in group.trajectories)
     return sum(counts, MemoryQuality()).rates(memory_budget=memory_budget)
 
 
-def trajectory_quality(trajectory: Trajectory, question: Question) -> MemoryQuality:
-    """Returns the counts of one trajectory."""
-    counts = sum(turn_qualities(trajectory, question), MemoryQuality())
+def trajectory_quality(
+    trajectory: Trajectory, question: Question, turns: Sequence[MemoryQuality] | None = None
+) -> MemoryQuality:
+    """Returns the counts of one trajectory; `turns` are its `turn_qualities` where the caller has them."""
+    counts = sum(turn_qualities(trajectory, question) if turns is None else turns, MemoryQuality())
     memories = [text for context in trajectory.contexts for text in (context.memory_before, context.memory_after)]
     for places, answered in zip(places_by_objective(question), _answered(trajectory, question), strict=True):
         if answered and places:

@@ -8,12 +8,12 @@ be one between their questions.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from mempipe.evaluation.memory_quality import MemoryQuality, turn_qualities
+from mempipe.evaluation.memory_quality import MemoryQuality, trajectory_quality, turn_qualities
 from mempipe.evaluation.statistics import Interval, bootstrap_ratios
 from mempipe.types import Group
 
@@ -35,23 +35,39 @@ class TurnQuality:
 
 
 def quality_by_turn(
-    groups: Sequence[Group], *, seed: int = 1, num_resamples: int = 2000, confidence: float = 0.95
+    groups: Iterable[Group], *, seed: int = 1, num_resamples: int = 2000, confidence: float = 0.95
 ) -> list[TurnQuality]:
     """Returns the rates of all attempts by turn, the first turns first; turns without a memory have no row.
 
     Intervals are bootstraps over questions: attempts at the same question, and its turns, are drawn together.
     """
+    return quality_and_by_turn(groups, seed=seed, num_resamples=num_resamples, confidence=confidence)[1]
+
+
+def quality_and_by_turn(
+    groups: Iterable[Group],
+    *,
+    memory_budget: int | None = None,
+    seed: int = 1,
+    num_resamples: int = 2000,
+    confidence: float = 0.95,
+) -> tuple[dict[str, float], list[TurnQuality]]:
+    """Returns `memory_quality` and `quality_by_turn` of the groups. Each group is read once and not kept."""
+    whole = MemoryQuality()
     rows: dict[int, dict[tuple[str, str], MemoryQuality]] = defaultdict(dict)
     for group in groups:
         question = group.question
         key = question.text, question.golden_answers[0] if question.golden_answers else ""
         for trajectory in group.trajectories:
-            for turn, counts in enumerate(turn_qualities(trajectory, question), start=1):
+            turns = turn_qualities(trajectory, question)
+            whole += trajectory_quality(trajectory, question, turns)
+            for turn, counts in enumerate(turns, start=1):
                 if counts.memory_turns:
                     row = rows[first_of_row(turn)]
                     row[key] = row.get(key, MemoryQuality()) + counts
     drawn = {"seed": seed, "num_resamples": num_resamples, "confidence": confidence}
-    return [_row(start, [*rows[start].values()], **drawn) for start in sorted(rows)]
+    by_turn = [_row(start, [*rows[start].values()], **drawn) for start in sorted(rows)]
+    return whole.rates(memory_budget=memory_budget), by_turn
 
 
 def first_of_row(turn: int) -> int:

@@ -8,7 +8,7 @@ settings are refused.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from statistics import fmean
@@ -234,17 +234,36 @@ def read_results(folder: Path) -> list[ResultRow]:
 
 
 def read_groups(folder: Path, *, tokens: bool = True) -> list[Group]:
-    """Reads the whole trajectories of all parts in a folder, or of one part; a group without any belongs to a question
-    that failed. Without `tokens` as in `read_trajectories`.
+    """Returns the groups of `iter_groups`."""
+    return [*iter_groups(folder, tokens=tokens)]
+
+
+def iter_groups(folder: Path, *, tokens: bool = True) -> Iterator[Group]:
+    """Yields the whole trajectories of all parts in a folder, or of one part; a group without any belongs to a question
+    that failed. One part at a time is in memory. Without `tokens` as in `read_trajectories`.
 
     Raises ConfigError as `read_results` does.
     """
-    groups = []
     for row in _read_parts(folder, ["question_id", _GROUP], without=() if tokens else PER_TOKEN):
         for trajectory in row[_GROUP]["trajectories"] if not tokens else ():
             add_no_tokens(trajectory)
-        groups.append(from_row(Group, row[_GROUP]))
-    return groups
+        yield from_row(Group, row[_GROUP])
+
+
+def find_groups(folder: Path, question_ids: Collection[str]) -> dict[str, Group]:
+    """Returns the groups of some questions by their ids, without tokens; only the parts that hold them are read.
+
+    Raises ConfigError as `read_results` does.
+    """
+    found = {}
+    for part in _parts(folder):
+        if not {row["question_id"] for row in _read_parts(part, ["question_id"])}.isdisjoint(question_ids):
+            found |= {
+                group.question.id: group
+                for group in iter_groups(part, tokens=False)
+                if group.question.id in question_ids
+            }
+    return found
 
 
 def _read_parts(folder: Path, columns: Sequence[str], *, without: Sequence[str] = ()) -> Iterator[dict[str, Any]]:

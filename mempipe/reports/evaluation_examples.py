@@ -7,11 +7,10 @@ from pathlib import Path
 
 from mempipe.config import RunConfig
 from mempipe.evaluation.cells import Cell, runs_of
-from mempipe.evaluation.results import ResultRow, read_groups
+from mempipe.evaluation.results import ResultRow, find_groups
 from mempipe.reports.charts import style_of
 from mempipe.reports.examples import Example, facts_of, side
 from mempipe.reports.steps import ActionText
-from mempipe.types import Group
 
 NUM_EXAMPLES = 3
 MAX_RUNS = 4
@@ -26,7 +25,7 @@ def side_by_side(folder: Path, cells: Sequence[Cell], configs: Mapping[str, RunC
     rows = {cell.run: {row.question_id: row for row in cell.rows} for cell in cells if cell.benchmark.label == label}
     runs = [run for run in runs if run in rows]
     chosen = _choose([rows[run] for run in runs])
-    groups = {run: _groups(folder / run / label, chosen) for run in runs}
+    groups = {run: find_groups(folder / run / label, chosen) for run in runs}
     return [
         Example(
             question=groups[runs[0]][id].question.text,
@@ -54,13 +53,3 @@ def _choose(rows: Sequence[Mapping[str, ResultRow]]) -> list[str]:
     seen: set[int] = set()
     fresh = [id for id in shared if not (first[id].num_hops in seen or seen.add(first[id].num_hops))]
     return [*fresh, *(id for id in shared if id not in fresh)][:NUM_EXAMPLES]
-
-
-def _groups(results: Path, wanted: Sequence[str]) -> dict[str, Group]:
-    """Reads the trajectories of some questions; one part of the results at a time is in memory."""
-    found: dict[str, Group] = {}
-    for part in sorted(results.glob("part-*.parquet")):
-        for group in read_groups(part):
-            if group.question.id in wanted and group.trajectories:
-                found[group.question.id] = group
-    return found

@@ -10,7 +10,7 @@ import pytest
 from result_builders import answered
 
 from mempipe.evaluation import results
-from mempipe.evaluation.results import ResultFolder, read_groups, read_results, result_row
+from mempipe.evaluation.results import ResultFolder, find_groups, read_groups, read_results, result_row
 from mempipe.faults import InfrastructureFault
 from mempipe.stop import Interrupted, StopRequest
 from pipelines import evaluate
@@ -90,3 +90,20 @@ def test_the_next_evaluation_asks_the_judge_for_the_verdicts_that_are_missing(tm
     assert read_groups(tmp_path) == groups
     assert asked == ["0", "1", "2", "1", "2"]
     assert capsys.readouterr().out.count("r: 1 answers of judge or reader are missing; asking again") == 2
+
+
+def test_some_questions_are_found_without_their_tokens_in_the_parts_that_hold_them(tmp_path, monkeypatch):
+    groups = answered([True, False, True])
+    folder = ResultFolder(tmp_path, {"run": {}})
+    folder.open()
+    for each in groups:
+        folder.append([each], [result_row(each, growing=False, prompt_hash="p")])
+    read, iter_groups = [], results.iter_groups
+    monkeypatch.setattr(
+        results, "iter_groups", lambda part, **kwargs: read.append(part.name) or iter_groups(part, **kwargs)
+    )
+    ids = [each.question.id for each in groups]
+    found = find_groups(tmp_path, [ids[2], "unknown"])
+    assert found.keys() == {ids[2]} and read == ["part-00002.parquet"]
+    (attempt,), (whole,) = found[ids[2]].trajectories, groups[2].trajectories
+    assert attempt.answer == whole.answer and not any(context.token_ids for context in attempt.contexts)

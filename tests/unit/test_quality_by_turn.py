@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import random
 from dataclasses import replace
@@ -11,8 +12,9 @@ import pytest
 from trace_builders import group, turn
 
 from mempipe.evaluation.memory_quality import memory_quality
-from mempipe.evaluation.quality_by_turn import first_of_row, quality_by_turn, row_label
+from mempipe.evaluation.quality_by_turn import first_of_row, quality_and_by_turn, quality_by_turn, row_label
 from mempipe.evaluation.statistics import bootstrap_ratios, wilson_interval
+from mempipe.types import Group
 
 
 def test_facts_are_counted_in_the_turn_that_keeps_or_loses_them():
@@ -33,6 +35,22 @@ def test_the_turns_together_are_the_rates_of_the_whole():
             (row.rates[name].value * row.num_cases[name], row.num_cases[name]) for row in rows if name in row.rates
         ]
         assert sum(above for above, _ in parts) / sum(below for _, below in parts) == pytest.approx(whole[name])
+
+
+def test_one_pass_gives_the_rates_of_the_whole_and_by_turn_and_keeps_no_group():
+    groups = [group("after", number, right=True, lost=number % 3 == 0) for number in range(7)]
+    alive = []
+
+    def read():
+        for number in range(7):
+            yield group("after", number, right=True, lost=number % 3 == 0)
+            alive.append(sum(isinstance(each, Group) for each in gc.get_objects()) - len(groups))
+
+    gc.collect()
+    started = sum(isinstance(each, Group) for each in gc.get_objects()) - len(groups)
+    whole, by_turn = quality_and_by_turn(read(), memory_budget=8)
+    assert whole == memory_quality(groups, memory_budget=8) and by_turn == quality_by_turn(groups)
+    assert max(alive) <= started + 1
 
 
 def test_later_turns_share_rows_that_grow():
