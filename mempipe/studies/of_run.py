@@ -16,7 +16,7 @@ from typing import Any
 from mempipe.agents.budget import MemoryBudget
 from mempipe.config import RunConfig
 from mempipe.data.config import UNSEEN_HOPS, UNSEEN_RELATIONS
-from mempipe.data.input_files import is_remote
+from mempipe.data.input_files import ROWS, input_files, is_remote
 from mempipe.evaluation.suite import (
     AGENT_FILE,
     NOT_EVALUATED,
@@ -31,7 +31,7 @@ from mempipe.settings import ConfigError, Section
 from mempipe.studies.sweep import SweepConfig, load_sweep
 
 NUM_HELD_OUT = 96
-"""Held-out questions of the run that are asked; of a file that is named all are."""
+"""Held-out questions of each of the run's sets that are asked; of a file that is named all are."""
 _OF_A_TRAINING = ("algorithm", "evaluation", "learner", "num_steps", "optimizer")
 """Further sections of a run that only its training reads. In its config they do no harm; whoever gives one with the
 command means something else."""
@@ -158,7 +158,11 @@ def _suite(
 
 def _held_out(folder: str, file: str) -> dict[str, str]:
     """Returns the held-out question files of a run by set: one, or that of the trained kind and those of what a world
-    never trained. The former then has the name of the training's set, which a gap is measured from."""
+    never trained. The former then has the name of the training's set, which a gap is measured from. A folder of several
+    files has a set for each, so that every set is asked and has its own column."""
     unseen = {name: Path(folder) / "world" / f"{name}.parquet" for name in (UNSEEN_RELATIONS, UNSEEN_HOPS)}
-    there = {name: str(path) for name, path in unseen.items() if path.exists()}
-    return {"world": file, **there} if there else {"held-out": file}
+    if there := {name: str(path) for name, path in unseen.items() if path.exists()}:
+        return {"world": file, **there}
+    files = input_files(file, suffixes=ROWS) if Path(file).is_dir() else []
+    by_name = {each.name.partition(".")[0]: each.url for each in files}
+    return by_name if len(by_name) == len(files) > 1 else {"held-out": file}

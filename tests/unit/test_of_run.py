@@ -99,6 +99,20 @@ def test_a_run_with_held_out_relations_is_measured_on_them_and_the_gap_is_from_t
     assert gap.value == pytest.approx(1 - 6 / 16) and gap.is_bounded
 
 
+def test_every_file_of_the_held_out_folder_is_a_set_of_the_evaluation(tmp_path):
+    """Of a folder that is one set, the first questions are those of its first file."""
+    folder = tmp_path / "dev"
+    for name, part in (("nq", QUESTIONS[:6]), ("hotpotqa", QUESTIONS[6:])):
+        write_questions(folder / f"{name}.parquet", part)
+    run = make_run(tmp_path / "runs" / "mixed", "quickstart", "world=null", f"data.validation={folder}")
+    for suite in (evaluation_of(str(run), ["num_questions=4"]), sweep_of(str(run), ["num_questions=4"])):
+        asked = {each.name: [*read_benchmark(each, each.file)] for each in suite.benchmarks}
+        assert asked == {"hotpotqa": QUESTIONS[6:10], "nq": QUESTIONS[:4]}
+    (folder / "nq.parquet").unlink()
+    (one,) = evaluation_of(str(run)).benchmarks
+    assert (one.name, one.file) == ("held-out", str(folder))
+
+
 def test_own_questions_are_all_asked_and_settings_may_follow(run, tmp_path):
     write_questions(tmp_path / "mine.parquet", QUESTIONS[:3])
     suite = evaluation_of(str(run), [str(tmp_path / "mine.parquet"), "num_samples=4", "sampling.temperature=0.7"])
