@@ -168,7 +168,16 @@ def report(rounds: Sequence[dict[str, dict[str, Any]]]) -> None:
         median = {key: statistics.median(ways[name][key] for ways in rounds) for key in (*RATES, "start", "gib")}
         own, loop = ([ways[each]["documents"] for ways in rounds] for each in (name, "loop"))
         if name != "loop":
-            record(Row(name=f"documents, {name}", unit="documents/s", values=own, peer="a loop", of_peer=loop))
+            record(
+                Row(
+                    name=f"documents, {name}",
+                    unit="documents/s",
+                    values=own,
+                    peer="a loop",
+                    of_peer=loop,
+                    peer_is_own=True,
+                )
+            )
         ratios = [one / other for one, other in zip(own, loop, strict=True)]
         rates = " | ".join(f"{median[key]:,.2f}" for key in RATES)
         spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"

@@ -192,6 +192,7 @@ def compare(console: Console, title: str, index: Path, *, seconds: float) -> Non
             unit="searches/s",
             values=[rate.per_second],
             peer="one at a time",
+            peer_is_own=True,
             of_peer=[rate_alone.per_second],
             limit="faiss alone",
             of_limit=[alone_faiss],

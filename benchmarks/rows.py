@@ -24,6 +24,8 @@ class Row:
     peer: str = ""
     """Who does the same work beside mempipe; "" without one."""
     of_peer: Sequence[float] = field(default_factory=list)
+    peer_is_own: bool = False
+    """The peer runs mempipe's code as well, so a slower commit may slow both."""
     limit: str = ""
     """What the machine can do at all; "" where that was not measured."""
     of_limit: Sequence[float] = field(default_factory=list)
@@ -44,11 +46,17 @@ class Row:
         return [other / own if self.less_is_better else own / other for own, other in pairs]
 
     @property
+    def yardstick(self) -> str:
+        """Returns what `scores` are ratios to: the peer unless it is mempipe's own, else the limit, else nothing."""
+        return (not self.peer_is_own and self.peer) or self.limit
+
+    @property
     def scores(self) -> list[float]:
-        """Returns what tells two commits apart, more is better: the ratio to the peer, else to the limit, else the
-        value. A ratio within one round is hardly changed by other work on the machine."""
-        alone = [1 / value if self.less_is_better else value for value in self.values]
-        return self.ratios(self.of_peer) or self.ratios(self.of_limit) or alone
+        """Returns what tells two commits apart, more is better: ratios to the yardstick, or the values without one. A
+        ratio within one round is hardly changed by other work on the machine."""
+        if self.yardstick:
+            return self.ratios(self.of_limit if self.yardstick == self.limit else self.of_peer)
+        return [1 / value if self.less_is_better else value for value in self.values]
 
 
 def record(*rows: Row) -> None:

@@ -304,6 +304,7 @@ def report_speed(found: Mapping[int, Sequence[Mapping[str, Measured]]]) -> None:
             unit="requests/s",
             values=rates[SERVICE],
             peer="the same agent without HTTP",
+            peer_is_own=True,
             of_peer=rates[DIRECT],
         )
         record(row)

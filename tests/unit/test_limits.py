@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import subprocess
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +15,7 @@ from benchmarks.limits import PARTS, compare, judge, main, table
 from benchmarks.rows import RECORD, Row, read_rows, record
 
 RATE = Row(name="loop", unit="tokens/s", values=[90, 80, 120], peer="vLLM", of_peer=[100, 100, 100])
+ROUNDS = (1.0, 1.01, 1.02)
 TIME = Row(name="start", unit="s", values=[4.0, 5.0], less_is_better=True, limit="imports", of_limit=[2.0, 2.0])
 
 
@@ -49,8 +53,10 @@ def test_the_table_shows_medians_and_ranges():
     [
         ([1.0, 1.1, 1.2], [0.8, 0.9, 0.95], "slower"),
         ([1.0, 1.1, 1.2], [0.8, 0.9, 1.05], ""),  # the ranges meet
-        ([1.00, 1.01], [0.98, 0.99], ""),  # apart, and too little to matter
-        ([0.8, 0.9], [1.0, 1.1], "faster"),
+        ([1.00, 1.00, 1.01], [0.98, 0.98, 0.99], ""),  # apart, and too little to matter
+        ([0.8, 0.9, 0.9], [1.0, 1.0, 1.1], "faster"),
+        ([1.0, 1.1, 1.2], [0.8, 0.9], "too few rounds"),
+        ([1.0], [0.5], "too few rounds"),  # one value has no spread
     ],
 )
 def test_slower_is_what_lost_more_than_its_spread(before, after, verdict):
@@ -62,17 +68,93 @@ def test_a_slower_commit_is_named_and_ends_with_1(tmp_path, monkeypatch, capsys)
     speeds = {"aaaa": 1.0, "bbbb": 0.5, "cccc": 1.0}
     monkeypatch.setattr(limits, "commit", lambda: now)
     monkeypatch.setattr(
-        limits, "measured", lambda part, **_: [Row(name="loop", unit="/s", values=[speeds[now], speeds[now] * 1.01])]
+        limits, "measured", lambda part, **_: [Row(name="loop", unit="/s", values=[speeds[now] * x for x in ROUNDS])]
     )
     for now in answers:
         assert main(["--only", "driver", "--file", str(file)]) == 0
         if now == "bbbb":
             assert compare(file, "aa") == 1
-            assert "| loop | 1.00 (1.00 to 1.01) | 0.50 (0.50 to 0.51) | -50% | slower |" in capsys.readouterr().out
+            assert "| loop | 1.01 (1.00 to 1.02) | 0.51 (0.50 to 0.51) | -50% | slower |" in capsys.readouterr().out
     assert compare(file, "aaaa") == 0 and compare(file, "bbbb") == 0
     assert "faster" in capsys.readouterr().out
     kept = [json.loads(line) for line in file.read_text().splitlines()]
     assert [each["commit"] for each in kept] == ["aaaa", "bbbb", "cccc"] and not kept[0]["fast"]
+
+
+def kept(file: Path, *rows: tuple[str, Row]) -> Path:
+    """Writes rows as they are kept, each with its commit."""
+    of = {"machine": limits.machine(), "fast": False, "model": "", "load": 0.0}
+    file.write_text("".join(json.dumps({**of, "commit": name, "row": asdict(row)}) + "\n" for name, row in rows))
+    return file
+
+
+def rates(*values: float, name: str = "loop") -> Row:
+    return Row(name=name, unit="/s", values=values)
+
+
+@pytest.mark.parametrize("old", ["HEAD", "{hash}", "{short}"])
+def test_a_commit_may_have_any_name_that_git_knows(tmp_path, old):
+    whole = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=limits.ROOT).stdout.strip()
+    file = kept(tmp_path / "limits.jsonl", (whole[:10], rates(1, 1, 1)), ("next", rates(0.5, 0.5, 0.5)))
+    assert compare(file, old.format(hash=whole, short=whole[:7])) == 1
+
+
+def test_a_commit_with_changed_files_is_another_one(tmp_path):
+    file = kept(tmp_path / "limits.jsonl", ("cafe", rates(1, 1, 1)), ("cafe+", rates(0.5, 0.5, 0.5)))
+    assert compare(file, "cafe") == 1  # the newest rows are those of the changed files
+    assert compare(file, "cafe+") == 0
+
+
+def test_rounds_of_several_runs_of_a_commit_count_together(tmp_path):
+    runs = [("cafe", rates(1.0, 1.1, 1.2)), ("cafe", rates(0.7, 0.8, 0.9)), ("next", rates(0.8, 0.8, 0.8))]
+    assert compare(kept(tmp_path / "limits.jsonl", *runs), "cafe") == 0
+    assert compare(kept(tmp_path / "limits.jsonl", runs[0], runs[2]), "cafe") == 1
+
+
+def test_an_ambiguous_commit_is_refused_and_rows_that_are_missing_are_named(tmp_path, capsys):
+    rows = [("cafe1", rates(1, 1, 1)), ("cafe1", rates(1, 1, 1, name="start")), ("cafe2", rates(1, 1, 1))]
+    file = kept(tmp_path / "limits.jsonl", *rows)
+    assert compare(file, "cafe") == 2 and "several commits" in capsys.readouterr().err
+    assert compare(file, "cafe1") == 0 and "not measured at cafe2: start" in capsys.readouterr().err
+
+
+def test_a_peer_that_is_slowed_as_well_hides_nothing(tmp_path):
+    def searches(rate: float) -> Row:
+        values, limit = [rate, rate, rate], [10.0, 10.0, 10.0]
+        return Row(name="search", unit="/s", values=values, peer="one at a time", of_peer=values, peer_is_own=True,
+                   limit="faiss", of_limit=limit)  # fmt: skip
+
+    assert searches(5.0).yardstick == "faiss" and searches(5.0).scores == [0.5] * 3
+    assert compare(kept(tmp_path / "limits.jsonl", ("cafe", searches(5.0)), ("next", searches(2.5))), "cafe") == 1
+
+
+def test_rows_of_another_yardstick_are_not_compared(tmp_path, capsys):
+    row = Row(name="loop", unit="/s", values=[1, 1, 1], peer="vLLM", of_peer=[1, 1, 1])
+    assert compare(kept(tmp_path / "limits.jsonl", ("cafe", row), ("next", rates(9, 9, 9))), "cafe") == 2
+
+
+def test_parts_get_the_model_and_the_run_that_they_take():
+    learner, loop, service = PARTS["learner"], PARTS["agent loop"], PARTS["service"]
+    assert learner.arguments(fast=True, model="m", run="r")[-2:] == ["--model", "m"]
+    assert loop.arguments(fast=True, model="m", run="r")[-2:] == ["--run", "r"]
+    assert service.arguments(fast=True, model="m", run="r")[0] == "r"
+    assert [part.measures(model="m", run="r") for part in (learner, loop, service, PARTS["driver"])] == [
+        "m",
+        "r",
+        "r",
+        "",
+    ]
+    for part in PARTS.values():
+        assert not {"m", "r"} & set(part.arguments(fast=False, model="", run=""))
+
+
+def test_a_part_that_is_killed_is_said(tmp_path, monkeypatch, capsys):
+    def measured(part, **_):
+        raise subprocess.CalledProcessError(-9, [part.module], stderr="")
+
+    monkeypatch.setattr(limits, "measured", measured)
+    assert main(["--only", "driver", "--file", str(tmp_path / "limits.jsonl")]) == 1
+    assert "failed: it ended with exit code -9" in capsys.readouterr().out
 
 
 def test_rows_of_another_machine_are_not_compared(tmp_path, monkeypatch, capsys):
