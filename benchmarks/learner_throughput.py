@@ -52,7 +52,7 @@ from mempipe.engines.config import LearnerConfig, ModelConfig, OptimizerConfig
 from mempipe.engines.gauges import TrainingFlops
 from mempipe.engines.learner import Learner
 from mempipe.engines.learner_settings import LearnerSettings
-from mempipe.engines.model import load_policy, to_device
+from mempipe.engines.model import PolicyModel, load_policy, to_device
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.rl.losses import policy_loss
 from mempipe.rl.packing import MicroBatch, pack_step
@@ -128,13 +128,21 @@ def main() -> None:
 
 
 def most_tokens_per_second(folder: Path, samples: list[TrainingSample], *, row_tokens: int) -> float:
-    """Returns the trained tokens per second if an update were nothing but its operations (`TrainingFlops`), each as
-    fast as a plain matrix product of the model's widths."""
+    """Returns the trained tokens per second if an update were nothing but its operations, each as fast as a plain
+    matrix product of the model's widths."""
     policy = load_policy(ModelConfig(path=str(folder), dtype="float32"), dtype=torch.float32)
-    lengths = [len(sample.token_ids) for sample in samples]
     config = policy.lm.config
     rate = product_rate(row_tokens, config.hidden_size, config.intermediate_size)
-    return sum(lengths) * rate / TrainingFlops(policy).of(lengths, [])
+    return sum(len(sample.token_ids) for sample in samples) * rate / needed_operations(policy, samples)
+
+
+def needed_operations(policy: PolicyModel, samples: Sequence[TrainingSample]) -> int:
+    """Returns the operations that an update needs, three times those of a forward pass: the model's (`TrainingFlops`),
+    but those of the head at loss tokens only, since nothing else needs logits."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    others = sum(lengths) - sum(sum(sample.loss_mask) for sample in samples)
+    config = policy.lm.config
+    return TrainingFlops(policy).of(lengths, []) - 6 * config.vocab_size * config.hidden_size * others
 
 
 def make_contexts(num_contexts: int, *, scale: int, seed: int) -> list[TrainingSample]:

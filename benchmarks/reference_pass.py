@@ -18,16 +18,17 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from benchmarks.learner_throughput import make_contexts, padded, save_model
+from benchmarks.learner_throughput import make_contexts, needed_operations, padded, save_model
 from benchmarks.machine import product_rate
 from benchmarks.rows import Row, record
 from mempipe.engines.config import ModelConfig
+from mempipe.engines.model import PolicyModel
 from mempipe.engines.reference import ReferenceModel
 
 ROW_TOKENS = 2048
 BATCH = 8
-PASSES = 2
-"""Operations of a forward pass for each weight and token."""
+OF_UPDATE = 3
+"""An update takes three times the operations of its forward pass."""
 
 
 def main() -> None:
@@ -60,8 +61,8 @@ def main() -> None:
             bare(input_ids=padded([list(row) for row in rows]), attention_mask=mask, use_cache=False)
 
     config = bare.config
-    num_weights = sum(parameter.numel() for parameter in bare.parameters())
     rate = product_rate(ROW_TOKENS, config.hidden_size, config.intermediate_size)
+    limit = num_tokens * rate * OF_UPDATE / needed_operations(PolicyModel(bare), samples)
     seconds: dict[str, list[float]] = {"mempipe": [], "bare": []}
     for number in range(arguments.rounds + 1):
         for name, work in (("mempipe", lambda: reference.logprobs(samples)), ("bare", bare_pass)):
@@ -77,7 +78,7 @@ def main() -> None:
         peer="a bare forward pass",
         of_peer=rates["bare"],
         limit="matrix products",
-        of_limit=[rate / (PASSES * num_weights)] * arguments.rounds,
+        of_limit=[limit] * arguments.rounds,
     )
     record(row)
     print(f"{num_tokens} tokens, {arguments.threads} thread(s): {row.value:,.0f} tokens/s")
