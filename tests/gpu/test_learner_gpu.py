@@ -15,7 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "unit"))
 from learner_setup import make_learner, pack, samples, save_model
 
-from mempipe.engines import attention, learner
+from mempipe.engines import attention, learner, token_scores
 from mempipe.engines.attention import ContextLayout
 from mempipe.engines.checkpoint import Position
 from mempipe.engines.config import ModelConfig
@@ -59,6 +59,25 @@ def test_the_varlen_kernel_is_the_padded_attention(num_kv_heads, sliding_window)
     torch.testing.assert_close(outputs[0], outputs[1], rtol=2e-2, atol=2e-2)
     for varlen, padded in zip(*gradients, strict=True):
         torch.testing.assert_close(varlen, padded, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+def test_the_compiled_loss_kernel_is_that_of_the_cpu(entropy_gradient):
+    generator = torch.Generator().manual_seed(0)
+    for num_rows in (441, 100):  # a chunk, and the rest of a row
+        logits = 4 * torch.randn(num_rows, 151_936, generator=generator)
+        targets, upstream = torch.randint(151_936, (num_rows,), generator=generator), torch.randn(num_rows)
+        found = []
+        for device in ("cpu", "cuda"):
+            here = logits.to(device).requires_grad_()
+            logprobs, entropies = token_scores.token_scores(here, targets.to(device), entropy_gradient=entropy_gradient)
+            loss = upstream.to(device) @ (logprobs + entropy_gradient * entropies)
+            (gradient,) = torch.autograd.grad(loss, here)
+            found.append([tensor.detach().cpu() for tensor in (logprobs, entropies, gradient)])
+        for one, other in zip(*found, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    kernel = token_scores._scores
+    assert kernel._fastest not in (None, kernel._function), "this machine cannot compile; a warning says why"
 
 
 def test_float32_on_the_device_is_float32_on_the_cpu(qwen2, exact):
