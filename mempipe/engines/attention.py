@@ -1,10 +1,10 @@
 """Causal attention within each context of a packed row.
 
 A packed row [1, T] holds whole contexts one after the other; a context may share its first tokens with the one before
-it, and is gathered whole here, so that only attention processes shared tokens more than once. No [T, T] mask is ever
-built: on CUDA with 16-bit weights `torch.nn.attention.varlen` takes the boundaries directly; everywhere else contexts
-of similar length are gathered into a right-padded batch, where causal attention never looks at the padding, and
-scattered back. Both are exact.
+it. No [T, T] mask is ever built: on CUDA with 16-bit weights `torch.nn.attention.varlen` takes the boundaries
+directly, those of the queries in the row and those of keys and values that are gathered for whole contexts; everywhere
+else contexts of similar length are gathered into a right-padded batch, where causal attention never looks at the
+padding, and scattered back. Both are exact.
 """
 
 from __future__ import annotations
@@ -42,28 +42,29 @@ class ContextLayout:
         self.device = device
 
     @functools.cached_property
-    def gathered(self) -> tuple[Tensor, Tensor] | None:
-        """Returns index tensors that expand shared prefixes: [sum(lengths)] the row position of each token of each
-        whole context, and [T] the first place of each row position in that list. None when no prefix is shared (both
-        would be arange(T))."""
-        if not any(self.shared_lengths):
-            return None
-        own = [
-            torch.arange(end - length + shared, end)
-            for end, length, shared in zip(
-                itertools.accumulate(self.lengths), self.lengths, self.shared_lengths, strict=True
-            )
-        ]
-        return self._places.to(self.device), torch.cat(own).to(self.device)
+    def gathered(self) -> Tensor | None:
+        """Returns the row position [sum(lengths)] of each token of each whole context; None when no prefix is shared
+        (it would be arange(T))."""
+        return self._places.to(self.device) if any(self.shared_lengths) else None
 
     @functools.cached_property
     def _places(self) -> Tensor:
         return torch.from_numpy(context_places(self.lengths, self.shared_lengths))
 
     @functools.cached_property
-    def boundaries(self) -> Tensor:
-        """Returns [S + 1] int32, the start of every context and the end of the last."""
-        return torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=self.device)
+    def own_lengths(self) -> list[int]:
+        """Returns the number of tokens of each context that are in the row for it alone."""
+        return [length - shared for length, shared in zip(self.lengths, self.shared_lengths, strict=True)]
+
+    @functools.cached_property
+    def boundaries(self) -> tuple[Tensor, Tensor]:
+        """Returns [S + 1] int32, the start of every context and the end of the last: in the row, which holds
+        `own_lengths`, and in a list of whole contexts."""
+        own, whole = (
+            torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=self.device)
+            for lengths in (self.own_lengths, self.lengths)
+        )
+        return own, whole
 
     @functools.cached_property
     def buckets(self) -> list[tuple[int, int]]:
@@ -156,10 +157,12 @@ def _varlen(
     scaling: float | None,
     sliding_window: int | None,
 ) -> Tensor:
+    """Lets each context's own queries attend to its whole keys. They belong to the last of these, where the kernel's
+    causal mask puts them."""
     from torch.nn.attention.varlen import varlen_attn
 
     if layout.gathered is not None:
-        query, key, value = (rows.index_select(0, layout.gathered[0]) for rows in (query, key, value))
+        key, value = (rows.index_select(0, layout.gathered) for rows in (key, value))
     grouped: dict[str, Any] = {}
     if (group := query.shape[1] // key.shape[1]) > 1:
         if _takes_groups(varlen_attn):
@@ -170,16 +173,15 @@ def _varlen(
         query.contiguous(),
         key.contiguous(),
         value.contiguous(),
-        layout.boundaries,
-        layout.boundaries,
-        layout.max_length,
+        *layout.boundaries,
+        max(layout.own_lengths),
         layout.max_length,
         scale=scaling,
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),  # (-1, 0) is plain causal
         **grouped,
     )
     assert isinstance(output, Tensor)
-    return output if layout.gathered is None else output.index_select(0, layout.gathered[1])
+    return output
 
 
 @functools.cache

@@ -25,6 +25,7 @@ from mempipe.engines.reference import ReferenceModel
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 LENGTHS = (5, 23, 9, 14, 8, 2, 17, 11, 120, 64)
+SHARED = (0, 4, 9, 6, 0, 2, 1, 0, 5, 60)
 
 
 @pytest.fixture(scope="module")
@@ -42,10 +43,11 @@ def exact(qwen2, monkeypatch) -> Learner:
 
 @pytest.mark.parametrize("num_kv_heads", [8, 2])
 @pytest.mark.parametrize("sliding_window", [None, 16])
-def test_the_varlen_kernel_is_the_padded_attention(num_kv_heads, sliding_window):
+@pytest.mark.parametrize("shared", [(0,) * len(LENGTHS), SHARED], ids=["alone", "shared"])
+def test_the_varlen_kernel_is_the_padded_attention(num_kv_heads, sliding_window, shared):
     generator = torch.Generator("cuda").manual_seed(0)
-    layout = ContextLayout(LENGTHS, device=torch.device("cuda"))
-    shapes = [(sum(LENGTHS), heads, 64) for heads in (8, num_kv_heads, num_kv_heads)]
+    layout = ContextLayout(LENGTHS, shared_lengths=shared, device=torch.device("cuda"))
+    shapes = [(layout.num_tokens, heads, 64) for heads in (8, num_kv_heads, num_kv_heads)]
     rows = [
         torch.randn(shape, device="cuda", dtype=torch.bfloat16, generator=generator).requires_grad_()
         for shape in shapes

@@ -81,12 +81,19 @@ def test_contexts_that_begin_alike_train_on_those_tokens_once_and_alike(tmp_path
 
 
 def kernel(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, return_aux=None, scale=None, window_size=(-1, -1)):
-    """Stands for `varlen_attn` of torch 2.11, whose heads are as many of keys as of queries."""
-    assert query.shape[1] == key.shape[1] == value.shape[1] and window_size == (-1, 0)
-    ends = cu_seq_q.tolist()
-    contexts = [[rows[a:b].transpose(0, 1) for rows in (query, key, value)] for a, b in itertools.pairwise(ends)]
-    outputs = [scaled_dot_product_attention(*context, is_causal=True, scale=scale) for context in contexts]
-    return torch.cat([output.transpose(0, 1) for output in outputs])
+    """Stands for `varlen_attn` of torch 2.11, whose heads are as many of keys as of queries. As in FlashAttention 2,
+    the last query is at the last key."""
+    assert query.shape[1] == key.shape[1] == value.shape[1] and window_size[1] == 0
+    ends = [list(itertools.pairwise(cumulated.tolist())) for cumulated in (cu_seq_q, cu_seq_k)]
+    assert [ends[-1][1] for ends in ends] == [len(query), len(key)]
+    assert (max_q, max_k) == tuple(max(b - a for a, b in ends) for ends in ends)
+    outputs = []
+    for (start, end), (first, last) in zip(*ends, strict=True):
+        q, k, v = (rows.transpose(0, 1) for rows in (query[start:end], key[first:last], value[first:last]))
+        distance = torch.arange(last - first - end + start, last - first)[:, None] - torch.arange(last - first)
+        mask = (distance >= 0) & ((window_size[0] < 0) | (distance <= window_size[0]))
+        outputs.append(scaled_dot_product_attention(q, k, v, mask, scale=scale).transpose(0, 1))
+    return torch.cat(outputs)
 
 
 def grouping_kernel(query, key, value, *arguments, enable_gqa=False, **settings):
@@ -98,15 +105,33 @@ def grouping_kernel(query, key, value, *arguments, enable_gqa=False, **settings)
 
 @pytest.mark.parametrize("installed", [kernel, grouping_kernel])
 @pytest.mark.parametrize("num_kv_heads", [4, 2])
-def test_the_varlen_kernel_gets_the_heads_that_its_torch_takes(installed, num_kv_heads, monkeypatch):
+@pytest.mark.parametrize("sliding_window", [None, 4])
+def test_the_varlen_kernel_gets_what_its_torch_takes(installed, num_kv_heads, sliding_window, monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", installed)
-    layout = ContextLayout([5, 7, 6], shared_lengths=[0, 3, 0], device=torch.device("cpu"))
+    layout = ContextLayout([5, 7, 6, 6], shared_lengths=[0, 3, 0, 6], device=torch.device("cpu"))
     rows = [torch.randn(15, heads, 8).requires_grad_() for heads in (4, num_kv_heads, num_kv_heads)]
     outputs = [
-        run(*rows, layout=layout, scaling=0.3, sliding_window=None) for run in (attention._varlen, attention._padded)
+        run(*rows, layout=layout, scaling=0.3, sliding_window=sliding_window)
+        for run in (attention._varlen, attention._padded)
     ]
     torch.testing.assert_close(*outputs)
     torch.testing.assert_close(*(torch.autograd.grad(output.square().sum(), rows) for output in outputs))
+
+
+def test_queries_of_a_shared_prefix_are_computed_once(monkeypatch):
+    """Pairs of eight siblings that share three quarters, in squares of a quarter: half of the prefix's 9, and of each
+    rest's 7. Whole contexts would have half of 128."""
+    pairs = []
+
+    def counting(query, key, value, own, whole, *longest, **settings):
+        pairs.append((own.diff() * (whole.diff() - own.diff() / 2)).sum().item())
+        return query
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", counting)
+    layout = ContextLayout([8] * 8, shared_lengths=[0, *[6] * 7], device=torch.device("cpu"))
+    row = torch.zeros(6 + 8 * 2, 1, 8)
+    assert attention._varlen(row, row, row, layout=layout, scaling=None, sliding_window=None) is row
+    assert pairs == [2**2 * (9 + 8 * 7) / 2]
 
 
 def test_editing_one_context_changes_no_logprob_in_another(qwen2):
