@@ -5,6 +5,7 @@ import collections
 import functools
 import graphlib
 import json
+import os
 import re
 import resource
 import subprocess
@@ -306,6 +307,40 @@ def test_settings_and_plans_load_no_library_of_tables():
     code = f"import sys, {modules}; print(sorted({{'polars', 'pyarrow', 'pandas'}} & sys.modules.keys()))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+@pytest.mark.slow  # an interpreter with torch
+def test_the_first_tests_on_a_gpu_need_torch_and_transformers_alone():
+    """A machine that is lent for an hour may have no more."""
+    absent = [
+        "ray",
+        "vllm",
+        "faiss",
+        "polars",
+        "pyarrow",
+        "pandas",
+        "mlflow",
+        "sklearn",
+        "fastapi",
+        "mcp",
+        "tenacity",
+        "msgspec",
+        "rich",
+    ]
+    selected = [
+        "tests/gpu/test_learner_gpu.py",
+        "tests/gpu/test_shapes_gpu.py",
+        "-k",
+        "updates and lora_rank and not 64",
+    ]
+    code = (
+        "import sys, pytest, transformers.models.qwen2, transformers.generation\n"
+        f"sys.modules |= dict.fromkeys({absent})\n"
+        f"sys.exit(pytest.main(['-n', '0', '-p', 'no:cacheprovider', *{selected}]))"
+    )
+    environment = {**os.environ, "MEMPIPE_REHEARSE": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, env=environment)
+    assert done.returncode == 0 and "2 passed" in done.stdout, done.stdout + done.stderr
 
 
 @pytest.mark.slow  # an interpreter with Ray Data
