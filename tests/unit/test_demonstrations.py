@@ -31,6 +31,7 @@ from mempipe.data.qa import write_questions
 from mempipe.data.scripted_agents import Noise
 from mempipe.data.trajectories import read_trajectories, write_trajectories
 from mempipe.engines.checkpoint import Position
+from mempipe.engines.proof import CANARY_END, CANARY_TOKENS
 from mempipe.engines.tokenizer import load_tokenizer
 from mempipe.evaluation.results import ResultFolder, result_row
 from mempipe.faults import ServiceFault
@@ -57,6 +58,7 @@ from mempipe.types import Completion, Evidence, FinishReason, Group, Passage, Qu
 from pipelines import demonstrations as demonstrations_module
 from pipelines import warm_start
 from pipelines.demonstrations import TaughtAttempts, demonstrations
+from pipelines.train import _canary
 
 RIVERS = ("Amber", "Birch", "Cedar", "Dover", "Elm", "Fenn", "Grove", "Heath")
 PASSAGES = [
@@ -156,6 +158,15 @@ async def test_a_script_plays_although_an_event_loop_runs_as_in_a_notebook(confi
     question = Question(id="q", text="Who made the lamp?", golden_answers=["Ann"], context="Ann made the lamp.")
     prompt = first_prompt(config, question, tokenizer=tokenizer)
     assert question.text in tokenizer.decode(prompt) and len(prompt) > len(tokenizer.encode_text(question.text))
+
+
+def test_the_canaries_of_a_run_begin_with_prompts_of_its_agent(config):
+    """And not with the questions alone, which are shorter than a block of an engine's cache."""
+    question = Question(id="q", text="Who made the lamp?", golden_answers=["Ann"], context="Ann made the lamp.")
+    (canary,) = _canary(config, [question])
+    prompt = first_prompt(config, question, tokenizer=load_tokenizer(config.model.path))
+    assert canary[: len(prompt)] == prompt[: len(canary)]
+    assert len(canary) == min(CANARY_TOKENS, config.budget.context_tokens - 1) > CANARY_END
 
 
 def test_demonstrations_search_as_the_run_does(config, tmp_path):
