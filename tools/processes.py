@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import random
 import socket
@@ -12,7 +13,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 import psutil
 
@@ -59,6 +60,16 @@ class Marked:
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.2)
+
+    def open_to_others(self) -> list[str]:
+        """Returns the addresses, besides those of the loopback interface, at which they accept connections."""
+        sockets = list[Any]()
+        for process in self.processes():
+            with suppress(psutil.NoSuchProcess):
+                sockets += process.net_connections()
+        listening = [ipaddress.ip_address(each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN]
+        assert listening, "a service accepts connections"
+        return [str(each) for each in listening if not (getattr(each, "ipv4_mapped", None) or each).is_loopback]
 
     def end(self) -> None:
         """Ends them all."""

@@ -25,6 +25,7 @@ from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.manifest import check_index
 from mempipe.retrieval.retriever import Retriever
 from mempipe.serve.local import NO_ACCESS_LOG, local_serve
+from mempipe.serve.replicas.own_port import listen_at_node
 from mempipe.serve.retrieval_app import RetrievalService, make_app
 from mempipe.serve.routing import ROUTER
 
@@ -38,6 +39,7 @@ class RetrievalReplica:
     """One opened index and its routes."""
 
     def __init__(self, config: ServiceConfig) -> None:
+        listen_at_node()
         retriever = Retriever(config.index, mode=config.mode, encoder_path=config.encoder_path)
         self._service = RetrievalService(retriever, config)
 

@@ -114,6 +114,7 @@ def test_the_command_answers_until_ctrl_c_and_leaves_nothing_behind(world, finis
         reply = answer.json()
         assert (answer.status_code, reply["answer"].strip()) == (200, ANSWER), answer.text
         assert reply["model_version"] == "other"
+        assert marked.open_to_others() == []
         serving.process.send_signal(signal.SIGHUP)
         serving.wait_until(lambda: "serving weights other" in serving.stdout)
         serving.process.send_signal(signal.SIGINT)

@@ -99,6 +99,7 @@ def test_the_command_serves_until_ctrl_c_and_leaves_nothing_behind(index, tmp_pa
     serving = Running(command, marked=marked, cwd=tmp_path)
     try:
         serving.wait_until(lambda: "curl" in serving.stdout and serving.stdout.endswith("\n"))
+        assert marked.open_to_others() == []
         first, *_, address, example = serving.stdout.splitlines()  # in between: how long it has taken
         assert f"starting the service of {index}" in first
         assert f"serving {index} at http://127.0.0.1:{port}" in address

@@ -20,6 +20,7 @@ from mempipe.faults import InfrastructureFault, retry_pauses
 from mempipe.serve.agent_app import make_app
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http.keys import WatchedKeys
+from mempipe.serve.replicas.own_port import listen_at_node
 from mempipe.serve.replicas.prometheus import PrometheusMetrics
 from mempipe.serve.replicas.traces import SampledTraces
 from mempipe.serve.requests import journal
@@ -39,6 +40,7 @@ class AgentReplica:
 
     def __init__(self, config: AgentServiceConfig, retriever: DeploymentHandle | None) -> None:
         self._traces: SampledTraces | None = None
+        listen_at_node()
         _log_as_serve_does()
         self._config = config
         self._served = served = resolve(config)

@@ -12,6 +12,7 @@ from mempipe.direct.server import Address, DirectServer
 from mempipe.engines.config import SamplingConfig
 from mempipe.engines.generator import Generator
 from mempipe.faults import InfrastructureFault
+from mempipe.serve.replicas.own_port import listen_at_node
 from mempipe.serve.replicas.prometheus import EngineMetrics
 from mempipe.serve.served_run import weights_version
 from mempipe.types import Completion
@@ -26,6 +27,7 @@ class GeneratorReplica:
 
     async def __init__(self, config: RunConfig, version: str) -> None:
         """Starts the engine. Raises WrongWeights when the files no longer hold the weights of `version`."""
+        listen_at_node()
         if (found := weights_version(config.model.path)) != version:
             raise WrongWeights(
                 f"{config.model.path} holds weights {found}, not {version}; deploy them as another model"

@@ -12,6 +12,7 @@ from mempipe.direct.server import Address, DirectServer
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.retrieval.remote import RemoteRetriever
 from mempipe.retrieval.retriever import BatchingRetriever, Retriever
+from mempipe.serve.replicas.own_port import listen_at_node
 from mempipe.types import SearchResult
 
 ASK_S = 4.0
@@ -22,6 +23,7 @@ class RetrieverReplica:
     """One copy of the index, or one client of a retrieval service; the searches that reach it share batches."""
 
     def __init__(self, config: RetrievalConfig) -> None:
+        listen_at_node()
         if config.url:
             self._remote = retriever = RemoteRetriever(config.url, config)
         else:
