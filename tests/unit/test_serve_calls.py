@@ -189,6 +189,20 @@ async def test_serves_own_503_says_when_to_come_back_and_other_answers_stay(monk
         assert (answer.status_code, answer.headers.get("retry-after"), answer.text) == (status, expected, "x")
 
 
+@pytest.mark.parametrize("path", ["/", "/healthz", "/readyz", "/v1/answer", "/prefix/v1/models"])
+async def test_before_its_application_is_there_the_service_says_that_it_is_starting(monkeypatch, path):
+    """In Serve's own words there is no such path, so clients would not come back."""
+    monkeypatch.setattr(front, "evenly_spread", lambda: 4)
+    of_serve = f"Path '{path}' not found. Ping http://.../-/routes for available routes."
+    async with client_of(Front(PlainTextResponse(of_serve, 404))) as client:
+        answer = await client.get(path)
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "4")
+    assert answer.json()["error"]["message"] == "the service is starting or ending; ask again later"
+    async with client_of(Front(PlainTextResponse("Not Found", 404))) as client:  # of another application
+        answer = await client.get(path)
+    assert (answer.status_code, answer.text) == (404, "Not Found")
+
+
 async def test_serve_finds_the_middleware_by_its_path():
     app: Any = JSONResponse("ok")
     for middleware in reversed(middlewares()):

@@ -40,11 +40,15 @@ _OF_SERVE = (
 """Headers by which Serve would let a client change its limits or its replica, also with _ in place of -; it answers 500
 to one that is not UTF-8."""
 
+_OF_NO_APPLICATION = b"/-/routes"
+"""In the text with which Serve answers 404 where it has no application: nothing is deployed yet."""
+
 
 class Front:
-    """ASGI middleware in Serve's proxy: turns a lost replica into 503 with Retry-After, and adds Retry-After to Serve's
-    own 503s, which clients of the API get in its form. A request is given up with 503 when its replica is late: a node
-    that is cut off is not lost before Ray has noticed, and without any replica Serve waits for one.
+    """ASGI middleware in Serve's proxy: turns a lost replica and an application that is not there yet into 503 with
+    Retry-After, and adds Retry-After to Serve's own 503s, which clients of the API get in its form. A request is given
+    up with 503 when its replica is late: a node that is cut off is not lost before Ray has noticed, and without any
+    replica Serve waits for one.
 
     Serve gives a request whose replica died early to another one, but its body has gone to the first: the second waits
     in vain for it and answers 408. If the whole body had arrived, the client is not at fault either.
@@ -62,7 +66,8 @@ class Front:
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         scope = {**scope, "headers": [pair for pair in scope["headers"] if _may_be_read(pair)]}
-        has_body = has_started = is_full = is_lost = False
+        has_body = has_started = is_full = is_lost = is_early = False
+        held: Message | None = None  # the start of a 404 that may be Serve's
 
         async def noting() -> Message:
             nonlocal has_body
@@ -71,13 +76,21 @@ class Front:
             return message
 
         async def completing(message: Message) -> None:
-            nonlocal has_started, is_full, is_lost
+            nonlocal has_started, is_full, is_lost, is_early, held
             if message["type"] == "http.response.start":
                 is_lost = message["status"] == 408 and has_body
                 if message["status"] == 503:
                     _say_when(MutableHeaders(scope=message))
                     is_full = path_of(scope).startswith(API) and _is_text(message)  # replicas say it in JSON
-            if not (is_lost or is_full):
+                if message["status"] == 404 and _is_text(message):
+                    held = message
+                    return
+            elif held is not None:
+                start, held = held, None
+                is_early = _OF_NO_APPLICATION in message.get("body", b"")
+                if not is_early:
+                    await send(start)
+            if not (is_lost or is_full or is_early):
                 has_started = True
                 await send(message)
 
@@ -85,6 +98,11 @@ class Front:
         if is_full:
             refusals.count("full_replicas")
             await refuse(503, "no replica has a place for this request now", evenly_spread())(scope, receive, send)
+        elif is_early:
+            refusals.count("starting")
+            await refuse(503, "the service is starting or ending; ask again later", evenly_spread())(
+                scope, receive, send
+            )
         elif not has_started:
             refusals.count("lost_replica")
             await refuse(503, "the replica that worked on this request is gone; ask again")(scope, receive, send)

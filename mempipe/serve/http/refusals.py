@@ -26,6 +26,7 @@ Cause = Literal[
     "lost_replica",  # 503
     "late_replica",  # 503
     "full_replicas",  # 503
+    "starting",  # 503
 ]
 _metric: Any = None
 
