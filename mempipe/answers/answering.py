@@ -54,6 +54,14 @@ def nowhere(group: Group, spec: AgentSpec, metadata: Mapping[str, str]) -> None:
     """Records nothing."""
 
 
+class _FirstPrompt(Exception):
+    """The agent would sample now."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(num_tokens)
+        self.num_tokens = num_tokens
+
+
 class Engine(Protocol):
     """The weights that one question is answered with, from its first turn to its last."""
 
@@ -233,6 +241,24 @@ class Answering:
             except InfrastructureFault as fault:
                 raise ApiError(503, f"the service cannot answer now: {fault}") from fault
         return plan
+
+    async def num_prompt_tokens(self, plan: Plan) -> int:
+        """Returns how many tokens the policy would read before its first message. Raises ApiError 400 for an agent that
+        is not mempipe's, whose prompts are known only when it runs.
+        """
+        spec = plan.config.agent_spec
+        if plan.config.agent.name not in BUILT_IN.keys() - {"program"}:
+            raise ApiError(400, f"the prompts of agent {plan.agent!r} are known only when it runs", param="input")
+
+        async def generate(token_ids: Sequence[int], *, max_tokens: int) -> Completion:
+            raise _FirstPrompt(len(token_ids))
+
+        agent = spec.agent(plan.renderer, generate=generate, search=self._search)
+        try:
+            await agent.rollout(plan.question, trajectory_id="", group_id="", member=0)
+        except _FirstPrompt as prompt:
+            return prompt.num_tokens
+        raise AssertionError("every agent samples")
 
     async def answer(self, plan: Plan, *, request_id: str, session: str | None, emit: Emit | None) -> AnswerReply:
         """Plays the agent and returns the answer.

@@ -177,6 +177,17 @@ class ResponseRequest(ExtendedBody):
         )
 
 
+class InputTokensRequest(ResponseRequest):
+    """A question whose first prompt is counted."""
+
+    personality: Any = None
+
+
+class InputTokensReply(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
 class CachedTokens(BaseModel):
     cached_tokens: int
 

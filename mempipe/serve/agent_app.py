@@ -24,6 +24,7 @@ from mempipe.serve.http.errors import FAILED, Refusal, refuse
 from mempipe.serve.http.gate import Gate
 from mempipe.serve.http.heads import Heads
 from mempipe.serve.http.keys import API, Access, KeyRing
+from mempipe.serve.http.paths import path_of
 from mempipe.serve.http.probes import SharedHealth
 from mempipe.serve.requests.answer_jobs import AnswerJobs
 from mempipe.serve.requests.idempotency import Idempotency
@@ -37,6 +38,14 @@ from mempipe.serve.state.store import Store
 
 AGENT = (answers, chat, completions, responses, sessions, documents, corpora)
 ROUTERS = [each.router for each in (*AGENT, operations, page)]
+_ABSENT = {
+    re.compile(r"POST /v1/responses/compact"): "the agent's memory keeps a conversation short, so none is compacted",
+    re.compile(r"POST /v1/responses/[^/]+/cancel"): "a response is cancelled by closing its connection",
+    re.compile(r"(GET|DELETE) /v1/chat/completions.*|POST /v1/chat/completions/.*"): "no chat completion is stored; "
+    "/v1/responses are, unless they are sent with `store: false`",
+    re.compile(r"DELETE /v1/models/.*"): "the model is that of `mempipe serve`, and no request deletes it",
+}
+"""Requests of the OpenAI API that have no meaning here, and why."""
 _PIECES = re.compile(r"/v1/documents/[^/]+/pieces")
 SLACK_S = 30.0
 """Seconds beyond `timeout_s` that the gate waits: an answer has its own limit, whose refusal says more."""
@@ -124,6 +133,12 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     url = f"{request.method[:20]} {request.scope['path'][:200]}"  # a URL that begins with // names a host
+    absent = next(
+        (why for pattern, why in _ABSENT.items() if pattern.fullmatch(f"{request.method} {path_of(request.scope)}")),
+        None,
+    )
+    if absent and error.status_code in (404, 405):
+        return Refusal(ApiError(404, f"there is no {url!r}: {absent}", code="unknown_url"))
     if error.status_code == 404:
         message = f"there is no {url!r}; /docs shows what there is"
         return Refusal(ApiError(404, message, code="unknown_url"))

@@ -41,9 +41,7 @@ class AnswerJobs:
 
         `history` holds earlier messages as a memory; that of a session comes before it. Raises ApiError.
         """
-        text = asked.text or ""
-        if asked.document is not None:
-            text = await self._store.documents.text(asked.document, owner)
+        text = await self._text(asked, owner)
         if asked.session is None:
             return AnswerJob(await self._answering.plan(asked, text=text, memory=history, owner=owner), request_id)
         session = await self._claimed(asked.session, owner)
@@ -56,6 +54,19 @@ class AnswerJobs:
         job = AnswerJob(plan, request_id, session.id)
         self._unrun[session.id] = weakref.finalize(job, self._free, session.id)
         return job
+
+    async def look(self, asked: AnswerRequest, *, owner: str, history: str | None = None) -> Plan:
+        """Returns the plan of a question that is not played: its session may work on another one. Raises ApiError."""
+        text = await self._text(asked, owner)
+        if asked.session is not None:
+            history = _joined((await self._store.sessions.get(asked.session, owner)).memory, history)
+        return await self._answering.plan(asked, text=text, memory=history, owner=owner)
+
+    async def _text(self, asked: AnswerRequest, owner: str) -> str:
+        """Returns the text that the agent reads, "" for none. Raises ApiError."""
+        if asked.document is not None:
+            return await self._store.documents.text(asked.document, owner)
+        return asked.text or ""
 
     async def _claimed(self, session: str, owner: str) -> Session:
         """Claims a session. The thread that does so continues after the caller has disconnected, and then the session

@@ -7,7 +7,7 @@ import json
 import reprlib
 import secrets
 from collections.abc import AsyncIterator
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Query, Response
 from pydantic import TypeAdapter
@@ -22,13 +22,22 @@ from mempipe.openai_api.responses_api import (
     DeletedConversationReply,
     DeletedResponseReply,
     InputItem,
+    InputTokensReply,
+    InputTokensRequest,
     ItemOfInput,
     ItemsRequest,
     ReasoningItem,
     ResponseReply,
     ResponseRequest,
 )
-from mempipe.openai_api.responses_reading import REFERENCE, in_response, read_items, read_response, response_of
+from mempipe.openai_api.responses_reading import (
+    REFERENCE,
+    ReadResponse,
+    in_response,
+    read_items,
+    read_response,
+    response_of,
+)
 from mempipe.openai_api.responses_writing import ResponseEvents, begun, finished, of_input, of_memory
 from mempipe.serve.requests.answer_jobs import AnswerJob
 from mempipe.serve.requests.event_stream import event_stream, events
@@ -47,6 +56,7 @@ from mempipe.serve.state.responses import StoredResponse
 from mempipe.serve.state.sessions import Session
 
 router = APIRouter(prefix="/v1", tags=["openai"], dependencies=BEARER, responses=ALWAYS)
+Asked = TypeVar("Asked", bound=ResponseRequest)
 _ITEMS = TypeAdapter(list[ItemOfInput])
 
 
@@ -60,19 +70,9 @@ async def create_response(
     references to them, sent back in `input`. The response header `x-mempipe-ignored` lists fields that were sent and
     have no meaning here.
     """
-    agent = asked.mempipe.agent if asked.mempipe is not None else None
-    asked = await _with_whole_items(asked, parts, owner)
-    answering = parts.answering
-    read = await asyncio.to_thread(  # the thousands of items of a long history take time
-        read_response,
-        asked,
-        takes_instructions=answering.takes_instructions(agent),
-        knows_user=answering.knows_user(agent),
-    )
-    previous = asked.previous_response_id
-    memory = await _memory_after(previous, parts, owner) if previous is not None else ""
+    asked, read, history = await _read(asked, parts, owner)
     try:
-        job = await parts.jobs.plan(read.asked, owner=owner, request_id=request_id, history=read.history(memory))
+        job = await parts.jobs.plan(read.asked, owner=owner, request_id=request_id, history=history)
     except ApiError as error:
         raise in_response(error, asked) from error
     keeps = asked.store is not False
@@ -83,6 +83,25 @@ async def create_response(
         return await _kept(finished(reply, await parts.jobs.run(job)), asked, parts, owner)
     written = ResponseEvents(reply, num_samples=read.asked.num_samples)
     return event_stream(written.of(_happening(reply, asked, job, parts, owner)), headers=headers)
+
+
+@router.post("/responses/input_tokens", responses=refusals(404) | OF_A_BODY | LISTED)
+async def count_input_tokens(
+    asked: InputTokensRequest, parts: PartsOfApp, owner: Owner, response: Response
+) -> InputTokensReply:
+    """Counts the tokens of the first prompt of a question: those of the agent's own words, its memory, the
+    instructions and the question.
+
+    The response header `x-mempipe-ignored` lists fields that were sent and have no meaning here.
+    """
+    asked, read, history = await _read(asked, parts, owner)
+    try:
+        plan = await parts.jobs.look(read.asked, owner=owner, history=history)
+        count = await parts.answering.num_prompt_tokens(plan)
+    except ApiError as error:
+        raise in_response(error, asked) from error
+    response.headers.update(ignored_header(read.ignored))
+    return InputTokensReply(input_tokens=count)
 
 
 @router.get("/responses/{response}", responses=refusals(404))
@@ -202,7 +221,23 @@ def _json(metadata: dict[str, str] | None) -> str:
     return json.dumps(metadata) if metadata else ""
 
 
-async def _with_whole_items(asked: ResponseRequest, parts: Parts, owner: str) -> ResponseRequest:
+async def _read(asked: Asked, parts: Parts, owner: str) -> tuple[Asked, ReadResponse, str | None]:
+    """Returns a request with whole items, as the agent takes it, and what it starts from. Raises ApiError."""
+    agent = asked.mempipe.agent if asked.mempipe is not None else None
+    asked = await _with_whole_items(asked, parts, owner)
+    answering = parts.answering
+    read = await asyncio.to_thread(  # the thousands of items of a long history take time
+        read_response,
+        asked,
+        takes_instructions=answering.takes_instructions(agent),
+        knows_user=answering.knows_user(agent),
+    )
+    previous = asked.previous_response_id
+    memory = await _memory_after(previous, parts, owner) if previous is not None else ""
+    return asked, read, read.history(memory)
+
+
+async def _with_whole_items(asked: Asked, parts: Parts, owner: str) -> Asked:
     """Returns the request with the items of stored responses in place of references to them. Raises ApiError 404."""
     found: dict[str, dict[str | None, InputItem]] = {}
     items = list(asked.input)
