@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -86,3 +87,13 @@ def test_the_manifest_has_the_shape_of_a_ray_service():
 def groups(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     cluster = manifest["spec"]["rayClusterConfig"]
     return [cluster["headGroupSpec"], *cluster["workerGroupSpecs"]]
+
+
+def test_every_cluster_that_the_docs_start_asks_for_a_token():
+    """Whoever reaches the ports of a cluster without one can run code there."""
+    pages = [JOBS.parent / "README.md", *sorted((JOBS.parent / "docs").glob("*.md"))]
+    blocks = [block for page in pages for block in re.findall(r"```\w*\n(.*?)```", page.read_text(), re.DOTALL)]
+    starting = [block for block in blocks if re.search(r"^ray start --head", block, re.MULTILINE)]
+    assert len(starting) >= 2
+    for block in starting:
+        assert "ray get-auth-token --generate" in block.partition("ray start --head")[0], block
