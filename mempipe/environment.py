@@ -104,6 +104,12 @@ def worker_environment(variables: Mapping[str, str]) -> dict[str, Any]:
     return {"env_vars": dict(variables)} | ({} if python == sys.executable else {"py_executable": python})
 
 
+def seen_gpus(gpus: str) -> dict[str, str]:
+    """Returns the variables of a worker that sees these GPUs (numbers with commas), although Ray counts none for it and
+    would hide them all."""
+    return {"CUDA_VISIBLE_DEVICES": gpus, "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"}
+
+
 GROWING_SEGMENTS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 """Expandable segments of PyTorch's CUDA allocator: packed rows vary in length and fragment GPU memory. Incompatible
 with the ipc weight transfer, which cannot export such memory."""

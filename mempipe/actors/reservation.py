@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import ray
@@ -10,8 +11,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from mempipe.engines.devices import gpu_bytes
-from mempipe.environment import GROWING_SEGMENTS, worker_environment
-from mempipe.planning.placement import Placement, Role, bundle_gpus
+from mempipe.environment import GROWING_SEGMENTS, seen_gpus, worker_environment
+from mempipe.planning.placement import Placement, Role
 from mempipe.settings import ConfigError
 
 INSPECTION_TIMEOUT_S = 120.0
@@ -60,11 +61,12 @@ class Reservation:
         self._taken: dict[Role, int] = {}
         if not plan.bundles:
             return
-        sizes = [bundle_gpus(bundle) for bundle in plan.bundles]
+        sizes = plan.places
         self._group = placement_group([{"GPU": float(size)} for size in sizes], strategy="PACK")
         if not self._group.wait(timeout_seconds=timeout_s):
             self.remove()
             raise NotReserved(f"the cluster did not free {sum(sizes)} GPUs within {timeout_s:g} s")
+        self._shared = self._gpus_of_engines() if plan.span > 1 else []
 
     def options(self, role: Role) -> dict[str, Any]:
         """Returns Ray's options for the next actor of the role."""
@@ -72,14 +74,14 @@ class Reservation:
             return {"num_cpus": 0}
         index = self._taken.get(role, 0)
         self._taken[role] = index + 1
-        bundle, num_gpus = self.plan.seats(role)[index]
+        place, num_gpus = self.plan.seats(role)[index]
         options: dict[str, Any] = {
             "num_cpus": 0,
             "num_gpus": num_gpus,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                placement_group=self._group, placement_group_bundle_index=bundle
-            ),
+            "scheduling_strategy": self._at(place),
         }
+        if role == "generator" and self.plan.span > 1:
+            options["runtime_env"] = worker_environment(seen_gpus(self._shared[place]))
         if role == "learner" and self.plan.transfer != "ipc":
             options["runtime_env"] = worker_environment(GROWING_SEGMENTS)
         return options
@@ -94,8 +96,27 @@ class Reservation:
         seats = self.plan.seats(role)
         if self._group is None or not seats:
             return {"num_cpus": 0}
-        anywhere = PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=-1)
-        return {"num_cpus": 0, "num_gpus": seats[0][1], "scheduling_strategy": anywhere}
+        return {"num_cpus": 0, "num_gpus": seats[0][1], "scheduling_strategy": self._at(-1)}
+
+    def _gpus_of_engines(self) -> list[str]:
+        """Returns the GPUs of every engine that shares several with ranks, as CUDA_VISIBLE_DEVICES names them: those of
+        its place, before anybody is there. Ray gives no actor parts of several GPUs.
+
+        Raises NotReserved."""
+        ask: Any = ray.remote(lambda: os.environ["CUDA_VISIBLE_DEVICES"])
+        asked = [
+            ask.options(num_cpus=0, num_gpus=self.plan.span, scheduling_strategy=self._at(place)).remote()
+            for place in range(self.plan.num_engines)
+        ]
+        try:
+            return ray.get(asked, timeout=INSPECTION_TIMEOUT_S)
+        except GetTimeoutError as error:
+            self.remove()
+            raise NotReserved(f"the places of engines did not answer within {INSPECTION_TIMEOUT_S:g} s") from error
+
+    def _at(self, place: int) -> PlacementGroupSchedulingStrategy:
+        assert self._group is not None, "only a plan with GPUs has places"
+        return PlacementGroupSchedulingStrategy(placement_group=self._group, placement_group_bundle_index=place)
 
     def remove(self) -> None:
         if self._group is not None:

@@ -9,7 +9,7 @@ from mempipe.checks.findings import Finding, fatal, note, ok
 from mempipe.checks.machine import Devices
 from mempipe.config import RunConfig
 from mempipe.engines.gpus import GPUS
-from mempipe.planning.capacity import GIB, ModelShape, model_shape, trained_parameters
+from mempipe.planning.capacity import GIB, ModelShape, model_shape, trained_parameters, uneven
 from mempipe.planning.costs import step_costs
 from mempipe.planning.hosts import all_on_cpus, offloaded
 from mempipe.planning.ledger import cache_bytes, engine_held
@@ -19,8 +19,6 @@ from mempipe.settings import ConfigError
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Dimensions of an attention head for which an engine without a GPU has code (vLLM 0.32); it ends at the first token of
 another model."""
-VOCAB_BLOCK = 64
-"""An engine pads the vocabulary to a multiple of this, and splits the padded one (vLLM 0.32)."""
 
 
 def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -> list[Finding]:
@@ -43,7 +41,7 @@ def check_roles(config: RunConfig, devices: Devices, *, training: bool = True) -
             *findings,
             note(f"memory not estimated: the shape of {config.model.path or config.model.source!r} is not known here"),
         ]
-    if reason := _uneven(shape, placed.tensor_parallel):
+    if reason := uneven(shape, placed.tensor_parallel):
         text = f"generation.tensor_parallel is {placed.tensor_parallel}, which {reason} of the model"
         return [*findings, fatal(text)]
     if not devices.num_gpus and shape.head_dim not in CPU_HEAD_SIZES:
@@ -76,9 +74,9 @@ def _of_plan(config: RunConfig, devices: Devices, demand: Demand, placed: Placem
         needed = sum(demand.by_role.values())
         findings.append(
             note(
-                f"generation.tensor_parallel is {config.generation.tensor_parallel}, but an engine on a GPU of the "
-                f"learner has that GPU alone, so the plan has {placed.tensor_parallel}; an engine of several GPUs "
-                f"needs placement separate, here with {needed} GPUs"
+                f"generation.tensor_parallel is {config.generation.tensor_parallel}, but engines share their GPUs with "
+                f"the learner, and with {config.generation.tensor_parallel} of one node each the roles do not fit, so "
+                f"the plan has {placed.tensor_parallel}; with {needed} GPUs every role has its own (placement separate)"
             )
         )
     if placed.seats("retrieval") and placed.vector_bytes is None:
@@ -96,19 +94,6 @@ def _of_plan(config: RunConfig, devices: Devices, demand: Demand, placed: Placem
             )
         )
     return findings
-
-
-def _uneven(shape: ModelShape, parts: int) -> str:
-    """Returns why vLLM cannot split the model evenly over an engine's GPUs; an empty text where it can. GPUs beyond the
-    number of heads of keys and values hold copies of them."""
-    vocab, keys = VOCAB_BLOCK * math.ceil(shape.vocab / VOCAB_BLOCK), shape.kv_heads
-    rests = {
-        f"does not divide the {shape.heads} attention heads": shape.heads % parts,
-        f"neither divides nor repeats the {keys} heads of keys and values": keys % parts and parts % keys,
-        f"does not divide the intermediate size {shape.intermediate}": shape.intermediate % parts,
-        f"does not divide the padded vocabulary {vocab}": vocab % parts,
-    }
-    return next((reason for reason, rest in rests.items() if rest), "")
 
 
 def _gpu_memory(config: RunConfig, shape: ModelShape, placed: Placement, gib: float) -> list[Finding]:

@@ -6,6 +6,7 @@ What every role needs on a GPU, phase by phase, is in `mempipe.planning.ledger`.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from mempipe.engines.gpus import GIB
 from mempipe.settings import ConfigError
 
 SMALL_STORE = GIB // 2
+VOCAB_BLOCK = 64
+"""An engine pads the vocabulary to a multiple of this, and splits the padded one (vLLM 0.32)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +101,19 @@ KNOWN = {
         hidden=2560, layers=36, heads=32, kv_heads=8, head_dim=128, intermediate=9728, vocab=151936, tied=True
     ),
 }
+
+
+def uneven(shape: ModelShape, parts: int) -> str:
+    """Returns why vLLM cannot split the model evenly over an engine's GPUs; an empty text where it can. GPUs beyond the
+    number of heads of keys and values hold copies of them."""
+    vocab, keys = VOCAB_BLOCK * math.ceil(shape.vocab / VOCAB_BLOCK), shape.kv_heads
+    rests = {
+        f"does not divide the {shape.heads} attention heads": shape.heads % parts,
+        f"neither divides nor repeats the {keys} heads of keys and values": keys % parts and parts % keys,
+        f"does not divide the intermediate size {shape.intermediate}": shape.intermediate % parts,
+        f"does not divide the padded vocabulary {vocab}": vocab % parts,
+    }
+    return next((reason for reason, rest in rests.items() if rest), "")
 
 
 def model_shape(model: ModelConfig) -> ModelShape | None:

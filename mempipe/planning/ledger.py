@@ -232,17 +232,18 @@ class Ledger:
         return lines
 
 
-def share_bounds(config: RunConfig, shape: ModelShape, *, gpu_bytes: int) -> tuple[int, int]:
-    """Returns the least and the largest part of a GPU, in hundredths, that an engine on a shared GPU may have.
+def share_bounds(config: RunConfig, shape: ModelShape, *, gpu_bytes: int, tensor_parallel: int = 1) -> tuple[int, int]:
+    """Returns the least and the largest part of a GPU, in hundredths, that an engine on shared GPUs may have of each.
 
     The least holds the weights and `FULL_CONTEXTS` full contexts. The largest is generation.gpu_memory_utilization, and
     at most twice the cache that the engine can fill: the rest keeps prefixes of contexts that have ended. Raises
     ConfigError when the least is larger.
     """
-    held = engine_held(config, shape, tensor_parallel=1)
+    held = engine_held(config, shape, tensor_parallel=tensor_parallel)
+    context = cache_bytes(config, shape, contexts=1, tensor_parallel=tensor_parallel)
     most_contexts = config.generation.max_num_seqs
-    least = held + cache_bytes(config, shape, contexts=min(FULL_CONTEXTS, most_contexts))
-    useful = held + KERNELS + 2 * cache_bytes(config, shape, contexts=most_contexts)
+    least = held + min(FULL_CONTEXTS, most_contexts) * context
+    useful = held + KERNELS + 2 * most_contexts * context
     highest = min(
         math.floor(round(100 * config.generation.gpu_memory_utilization, 6)), math.ceil(100 * useful / gpu_bytes)
     )
@@ -251,7 +252,8 @@ def share_bounds(config: RunConfig, shape: ModelShape, *, gpu_bytes: int) -> tup
         raise ConfigError(
             f"generation.gpu_memory_utilization is {config.generation.gpu_memory_utilization}, but weights and cache "
             f"of an engine need {least / GIB:.1f} GiB of a GPU of {gpu_bytes / GIB:.0f} GiB at least; raise it, lower "
-            "budget.context_tokens or generation.max_num_seqs, or take larger GPUs"
+            "budget.context_tokens or generation.max_num_seqs, or take larger GPUs or more of them "
+            "(generation.tensor_parallel)"
         )
     return lowest, highest
 

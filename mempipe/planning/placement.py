@@ -1,10 +1,10 @@
 """Places the roles on GPUs: makes one plan from the GPUs of every node and the demand of the config.
 
 `separate`: every role has its own GPUs, and weights go from GPU to GPU by nccl. `colocated`: every GPU has a learner
-rank and an engine, and weights are handed over on the GPU by ipc. `auto` is the first of these that fits, in number and
-in memory: separate; separate, but with the references on GPUs of the learner; colocated on all GPUs. The numbers of
-ranks and of engines and the tensor parallelism change nothing in the learned result, so with few GPUs a plan differs
-from the config in them.
+rank and an engine, or a worker of an engine that extends over the GPUs of several ranks of a node, and weights are
+handed over on each GPU by ipc. `auto` is the first of these that fits, in number and in memory: separate; separate, but
+with the references on GPUs of the learner; colocated on all GPUs. The numbers of ranks and of engines and the tensor
+parallelism change nothing in the learned result, so with few GPUs a plan differs from the config in them.
 
 docs/scale.md has the rules with examples. Nothing here imports ray or torch.
 """
@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, Literal
 
 from mempipe.config import RunConfig
-from mempipe.planning.capacity import GIB, ModelShape, model_shape
+from mempipe.planning.capacity import GIB, ModelShape, model_shape, uneven
 from mempipe.planning.ledger import (
     Card,
     Ledger,
@@ -39,7 +39,11 @@ Bundle = dict[Role, float]
 """The GPUs, or the share of one, of each role that works in one place; a bundle is on one node."""
 RANK_SHARE, ENGINE_SHARE, REFERENCE_SHARE = 0.5, 0.3, 0.2
 """Shares that Ray counts for the roles of a shared GPU. They must add up to 1 at most; a bundle reserves whole GPUs
-(`bundle_gpus`). Memory is divided by `Placement.gpu_memory_utilization`."""
+(`bundle_gpus`). Memory is divided by `Placement.gpu_memory_utilization`. Ray gives an actor parts of one GPU only: an
+engine of several shared GPUs takes none by Ray's count, and their ranks more than half of one, so that each has
+another."""
+ENGINE_SIZES = (2, 4, 8)
+"""Values of generation.tensor_parallel that a refused plan is tried with."""
 UNKNOWN_UTILIZATION = 0.4
 """An engine's part of a shared GPU when the sizes of GPU or model are not known."""
 
@@ -109,6 +113,8 @@ class Placement:
     gpu_memory_utilization: float
     """An engine's share of a GPU's memory."""
     bundles: list[Bundle] = field(default_factory=list)
+    """One bundle for each GPU that engines share with ranks. Those of an engine of several GPUs come one after the
+    other, before all other bundles."""
     transfer: Transfer = "mempipe_shm"
     sleeps: bool = False
     """Whether engines give their memory back while the learner works."""
@@ -142,9 +148,28 @@ class Placement:
             ],
         )
 
+    @property
+    def span(self) -> int:
+        """Returns the number of GPUs that an engine shares with as many ranks."""
+        return self.tensor_parallel if self.kind == "colocated" else 1
+
+    def place(self, bundle: int) -> int:
+        """Returns the number of the place on one node that the bundle is in: those of an engine are in one."""
+        shared = self.num_engines * self.span
+        return bundle // self.span if bundle < shared else bundle - shared + self.num_engines
+
+    @property
+    def places(self) -> list[int]:
+        """Returns the whole GPUs of every place."""
+        gpus = Counter[int]()
+        for i, bundle in enumerate(self.bundles):
+            gpus[self.place(i)] += bundle_gpus(bundle)
+        return [gpus[i] for i in sorted(gpus)]
+
     def seats(self, role: Role) -> list[tuple[int, float]]:
-        """Returns (bundle, GPUs) of every actor of the role."""
-        return [(i, bundle[role]) for i, bundle in enumerate(self.bundles) if role in bundle]
+        """Returns (place, GPUs by Ray's count) of every actor of the role."""
+        seats = [(self.place(i), bundle[role]) for i, bundle in enumerate(self.bundles) if role in bundle]
+        return seats[:: self.span] if role == "generator" else seats
 
     def applied(self, config: RunConfig) -> RunConfig:
         """Returns the config as the plan runs it. An engine that sleeps answers late: its deadline grows by the
@@ -174,7 +199,8 @@ class Placement:
         sleep = "; engines sleep while the learner works" if self.sleeps else ""
         count = "1 GPU stays" if self.unused_gpus == 1 else f"{self.unused_gpus} GPUs stay"
         unused = f"; {count} unused" if self.unused_gpus else ""
-        return f"{self.kind}: {places}; weights by {self.transfer}{sleep}{unused}"
+        spans = f"; every engine on {self.span} of them" if self.span > 1 else ""
+        return f"{self.kind}: {places}{spans}; weights by {self.transfer}{sleep}{unused}"
 
 
 def plan(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None = None) -> Placement:
@@ -208,14 +234,25 @@ def _remedies(config: RunConfig, demand: Demand) -> Iterator[tuple[str, RunConfi
     learned result. A run without a reference (algorithm.kl_coef: 0) would need as much as with one on the ranks."""
     if not demand.learners:
         return
-    switches = [("learner", "offload_optimizer"), ("model", "gradient_checkpointing")]
+    switches: list[tuple[str, str, Any]] = [("learner", "offload_optimizer", True)]
+    switches.append(("model", "gradient_checkpointing", True))
     if demand.references and not config.algorithm.kl_reward_coef:
-        switches.append(("reference", "on_ranks"))
+        switches.append(("reference", "on_ranks", True))
+    shape = model_shape(config.model)
+    if demand.engines and shape is not None:
+        sizes = [size for size in ENGINE_SIZES if size > demand.tensor_parallel and not uneven(shape, size)]
+        switches += [("generation", "tensor_parallel", size) for size in sizes]
     for count in range(1, len(switches) + 1):
         for chosen in combinations(switches, count):
-            sections = {name: getattr(config, name).model_copy(update={key: True}) for name, key in chosen}
-            needed = replace(demand, references=0) if "reference" in sections else demand
-            settings = " and ".join(f"{name}.{key}: true" for name, key in chosen)
+            sections = {name: getattr(config, name).model_copy(update={key: value}) for name, key, value in chosen}
+            if len(sections) < count:  # two sizes of an engine
+                continue
+            needed = replace(
+                demand,
+                references=0 if "reference" in sections else demand.references,
+                tensor_parallel=sections.get("generation", config.generation).tensor_parallel,
+            )
+            settings = " and ".join(f"{name}.{key}: {str(value).lower()}" for name, key, value in chosen)
             yield settings, config.model_copy(update=sections), needed
 
 
@@ -243,7 +280,7 @@ def _first_way(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], 
 
 def _counted(config: RunConfig, demand: Demand, bundles: list[Bundle], gpus_per_node: Sequence[int]) -> Placement:
     """Returns the separate plan of these bundles. Raises ConfigError when there are too few GPUs."""
-    if not _fits(bundles, gpus_per_node):
+    if not _fits(map(bundle_gpus, bundles), gpus_per_node):
         raise _shortage(config, demand, gpus_per_node)
     return _plan(config, demand, "separate", bundles, gpus_per_node)
 
@@ -269,24 +306,42 @@ def _separate(demand: Demand, *, references_share: bool = False) -> list[Bundle]
 
 
 def _fewer(config: RunConfig, demand: Demand, gpus_per_node: Sequence[int], *, gpu_bytes: int | None) -> Placement:
-    """Returns a smaller plan: learner and engines share every GPU; of one of them alone there are as many as GPUs."""
-    holders = _holder_bundles(demand)
-    room = min(sum(gpus_per_node) - demand.holders * demand.gpus_per_holder, sum(demand.by_role.values()))
+    """Returns a smaller plan: learner and engines share every GPU; of one of them alone there are as many as GPUs.
+
+    An engine of several GPUs shares them with as many ranks. It has one GPU where no node has enough, or where the
+    GPUs that are then in use are too small.
+    """
     if not demand.learners or not demand.engines:
         size = demand.tensor_parallel if demand.engines else 1
-        role: Role = "generator" if demand.engines else "learner"
-        for count in range(room // size, 0, -1):
-            alone: list[Bundle] = [{role: size} for _ in range(count)]
-            if _fits(alone + holders, gpus_per_node):
-                return _plan(config, demand, "separate", alone + holders, gpus_per_node)
-        raise _shortage(config, demand, gpus_per_node)
-    references = min(demand.references, room)
-    without: Bundle = {"learner": RANK_SHARE, "generator": ENGINE_SHARE}
-    with_reference: Bundle = {**without, "reference": REFERENCE_SHARE}
-    bundles = [without] * (room - references) + [with_reference] * references
-    if not bundles or not _fits(bundles + holders, gpus_per_node):
-        raise _shortage(config, demand, gpus_per_node)
-    return _divided(config, _plan(config, demand, "colocated", bundles + holders, gpus_per_node), gpu_bytes)
+        bundle: Bundle = {"generator" if demand.engines else "learner": size}
+        bundles = [bundle] * _most(demand, size, gpus_per_node)
+        if not bundles:
+            raise _shortage(config, demand, gpus_per_node)
+        return _plan(config, demand, "separate", bundles + _holder_bundles(demand), gpus_per_node)
+    refused: ConfigError | None = None
+    for size in dict.fromkeys((demand.tensor_parallel, 1)):
+        count = size * _most(demand, size, gpus_per_node)
+        if not count:
+            continue
+        references = min(demand.references, count)
+        without: Bundle = {"learner": RANK_SHARE, "generator": ENGINE_SHARE}
+        if size > 1:
+            without = {"learner": 1 - REFERENCE_SHARE, "generator": 0}
+        with_reference: Bundle = {**without, "reference": REFERENCE_SHARE}
+        bundles = [without] * (count - references) + [with_reference] * references + _holder_bundles(demand)
+        made = _plan(config, replace(demand, tensor_parallel=size), "colocated", bundles, gpus_per_node)
+        try:
+            return _divided(config, made, gpu_bytes)
+        except ConfigError as error:
+            refused = refused or error
+    raise refused or _shortage(config, demand, gpus_per_node)
+
+
+def _most(demand: Demand, size: int, gpus_per_node: Sequence[int]) -> int:
+    """Returns the number of places of `size` GPUs, next to the holders of vectors; no more GPUs than are demanded."""
+    holders = [demand.gpus_per_holder] * demand.holders
+    room = min(sum(gpus_per_node) - sum(holders), sum(demand.by_role.values()))
+    return next((count for count in range(room // size, 0, -1) if _fits([size] * count + holders, gpus_per_node)), 0)
 
 
 def _divided(config: RunConfig, made: Placement, gpu_bytes: int | None) -> Placement:
@@ -299,7 +354,7 @@ def _divided(config: RunConfig, made: Placement, gpu_bytes: int | None) -> Place
     if shape is None or gpu_bytes is None:
         share = min(config.generation.gpu_memory_utilization, UNKNOWN_UTILIZATION)
         return replace(made, gpu_memory_utilization=share, sleeps=True)
-    lowest, highest = share_bounds(config, shape, gpu_bytes=gpu_bytes)
+    lowest, highest = share_bounds(config, shape, gpu_bytes=gpu_bytes, tensor_parallel=made.tensor_parallel)
     excess = ""
     for sleeps in (False, True):
         for hundredths in range(highest, lowest - 1, -1):
@@ -330,13 +385,13 @@ def _plan(
     bundles: list[Bundle],
     gpus_per_node: Sequence[int],
 ) -> Placement:
-    engines = [bundle["generator"] for bundle in bundles if "generator" in bundle]
+    engines = sum("generator" in bundle for bundle in bundles)
     ranks = sum("learner" in bundle for bundle in bundles)
     return Placement(
         kind=kind,
         num_ranks=ranks or demand.learners,
-        num_engines=len(engines) or demand.engines,
-        tensor_parallel=1 if kind == "colocated" else demand.tensor_parallel,
+        num_engines=engines // (demand.tensor_parallel if kind == "colocated" else 1) or demand.engines,
+        tensor_parallel=demand.tensor_parallel,
         gpu_memory_utilization=config.generation.gpu_memory_utilization,
         bundles=bundles,
         transfer=_transfer(config, kind) if engines and ranks else "mempipe_shm",
@@ -350,10 +405,10 @@ def bundle_gpus(bundle: Bundle) -> int:
     return math.ceil(round(sum(bundle.values()), 6))
 
 
-def _fits(bundles: Sequence[Bundle], gpus_per_node: Sequence[int]) -> bool:
-    """Returns whether every bundle fits on a node; the largest are placed first."""
+def _fits(sizes: Iterable[int], gpus_per_node: Sequence[int]) -> bool:
+    """Returns whether every place, of these numbers of GPUs, fits on a node; the largest are placed first."""
     free = list(gpus_per_node)
-    for size in sorted(map(bundle_gpus, bundles), reverse=True):
+    for size in sorted(sizes, reverse=True):
         node = next((i for i, gpus in enumerate(free) if gpus >= size), None)
         if node is None:
             return False

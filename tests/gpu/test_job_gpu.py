@@ -22,6 +22,11 @@ pytestmark = [pytest.mark.gpu, played_anywhere]
         pytest.param([*FEW_PROCESSES, "placement=separate"], id="weights by nccl", marks=needs_gpus(2)),
         pytest.param(["placement=colocated"], id="ranks with weights by ipc", marks=needs_gpus(2)),
         pytest.param(
+            ["placement=colocated", "generation.tensor_parallel=2"],
+            id="an engine on the GPUs of two ranks",
+            marks=needs_gpus(2),
+        ),
+        pytest.param(
             [*FEW_PROCESSES, "placement=separate", "generation.tensor_parallel=2"],
             id="an engine of two GPUs",
             marks=needs_gpus(3),

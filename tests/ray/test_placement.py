@@ -211,6 +211,26 @@ def test_an_engine_of_several_gpus_sees_them_all(gpu_cluster):
         assert places(roles.learners.ranks)[0]["events"][1:] == [(1, 4, "nccl")]
 
 
+def test_an_engine_of_several_shared_gpus_sees_those_of_as_many_ranks(gpu_cluster):
+    """Ray counts 0.8 of a GPU for each rank, so that no two have the same one, and none for an engine."""
+    config = settings(
+        "memsearcher_qwen2.5-3b",
+        "placement=colocated",
+        "generation.tensor_parallel=2",
+        "learner.num_ranks=6",
+        "reference.num_replicas=2",
+    )
+    with launched(6, config) as roles:
+        ranks, engines = gpus_of(roles.learners.ranks), gpus_of([*roles.generators.values()])
+        assert [len(gpus) for gpus in engines] == [2, 2, 2] and len({gpu for (gpu,) in ranks}) == 6
+        assert [{*gpus} for gpus in engines] == [{*ranks[i], *ranks[i + 1]} for i in (0, 2, 4)]
+        assert all(place["grouped"] for place in places([*roles.generators.values()]))
+        assert places(roles.learners.ranks)[0]["events"][1:] == [(3, 2, "ipc")]
+        assert roles.references is not None and roles.references.size == 2
+        (first,), (second,) = gpus_of([start_actor(Stub, roles.references.options) for _ in range(2)])
+        assert first != second and {first, second} <= {gpu for (gpu,) in ranks}
+
+
 def test_what_a_run_does_before_it_trains_is_done_by_the_same_roles(gpu_cluster):
     """The ranks are given two models one after the other, and then, once, their connection with the engines."""
     config = settings("memsearcher_qwen2.5-3b")

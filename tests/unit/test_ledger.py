@@ -171,7 +171,9 @@ def test_no_plan_that_is_accepted_exceeds_a_gpu_in_any_phase(
     for phase, cards in least_needed(config, shape, made, gpu_bytes).items():
         assert max(cards) <= limit, phase
     ledger = made.ledger(config, shape, gpu_bytes=gpu_bytes)
-    assert len(ledger.cards) == sum(map(bundle_gpus, made.bundles))
+    assert len(ledger.cards) == sum(map(bundle_gpus, made.bundles)) == sum(made.places)
+    if made.kind == "colocated":
+        assert made.num_ranks == made.num_engines * made.tensor_parallel == made.num_engines * made.span
     assert all(card.total(phase) <= limit for card in ledger.cards for phase in PHASES)
 
 
@@ -265,14 +267,33 @@ def test_vectors_of_an_index_that_is_elsewhere_are_not_in_the_ledger_and_doctor_
     assert any(f"index {tmp_path / 'away'} is not here" in text for text in shown)
 
 
-def test_doctor_says_that_engines_on_gpus_of_the_learner_have_one_gpu_each():
-    config = preset("3b", "generation.tensor_parallel=2")
+def test_doctor_says_that_engines_have_fewer_gpus_than_the_config_wants():
+    config = preset("3b", "generation.tensor_parallel=8")
     shown = [finding.text for finding in said(config, 4) if "tensor_parallel" in finding.text]
     assert shown == [
-        "generation.tensor_parallel is 2, but an engine on a GPU of the learner has that GPU alone, so the plan has 1; "
-        "an engine of several GPUs needs placement separate, here with 11 GPUs"
+        "generation.tensor_parallel is 8, but engines share their GPUs with the learner, and with 8 of one node each "
+        "the roles do not fit, so the plan has 1; with 29 GPUs every role has its own (placement separate)"
     ]
-    assert not [finding.text for finding in said(config, 11) if "tensor_parallel" in finding.text]
+    for gpus in (8, 29):
+        assert not [finding.text for finding in said(config, gpus) if "tensor_parallel" in finding.text]
+
+
+def test_an_engine_of_several_shared_gpus_holds_a_part_of_the_weights_on_each():
+    """A 14B on eight GPUs of 80 GB fits with engines of two of them, and on four with the moments away as well."""
+    settings = (FOURTEEN, "algorithm.kl_coef=0")
+    two = preset("7b", *settings, "generation.tensor_parallel=2")
+    assert not any(finding.fatal for finding in said(two, 8))
+    shape = KNOWN["Qwen/Qwen2.5-14B-Instruct"]
+    made = plan(two, Demand.of_training(two), [8], gpu_bytes=int(H100 * GIB))
+    (needs,) = {tuple(card.needs["generator"].items()) for card in made.ledger(two, shape, gpu_bytes=0).cards}
+    assert dict(needs)["learn"] == KERNELS
+    assert dict(needs)["send"] == KERNELS + shape.num_parameters + 2 * shape.head_parameters
+    (refused,) = [f.text for f in said(preset("7b", *settings), 4) if f.fatal]
+    assert refused.endswith("It fits with learner.offload_optimizer: true and generation.tensor_parallel: 2")
+    fitting = preset("7b", *settings, "learner.offload_optimizer=true", "generation.tensor_parallel=2")
+    shown = said(fitting, 4)
+    assert not any(finding.fatal for finding in shown)
+    assert any("4 x 1 GPU for learner + generator; every engine on 2 of them" in finding.text for finding in shown)
 
 
 def test_a_rank_by_hand():

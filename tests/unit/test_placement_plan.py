@@ -65,6 +65,13 @@ def test_no_plan_takes_more_gpus_than_there_are_and_no_gpu_is_given_twice(gpus, 
     assert len(found.seats("generator")) == found.num_engines >= 1
     assert len(found.seats("reference")) == 1
     assert all(gpus == found.tensor_parallel for _, gpus in found.seats("generator") if found.kind == "separate")
+    assert sum(found.places) == sum(map(bundle_gpus, found.bundles))
+    ranks, engines = ([place for place, _ in found.seats(role)] for role in ("learner", "generator"))
+    for place, gpus in enumerate(found.places):  # by Ray's count no role of a shared place finds another GPU
+        assert engines.count(place) <= 1
+        if place in engines and place in ranks:
+            assert ranks.count(place) == gpus == found.tensor_parallel
+            assert gpus == 1 or all(0.5 < share < 1 for i, share in found.seats("learner") if i == place)
 
 
 def test_colocated_puts_a_rank_and_an_engine_on_every_gpu():
@@ -107,6 +114,34 @@ def test_an_engine_of_several_gpus_needs_them_on_one_node():
     assert scattered.kind == "colocated" and scattered.tensor_parallel == 1
     with pytest.raises(ConfigError, match=re.escape("has 8 on nodes of 2 + 2 + 2 + 2; lower")):
         planned(config.model_copy(update={"placement": "separate"}), 2, 2, 2, 2)
+
+
+def test_an_engine_of_several_gpus_shares_them_with_ranks_of_its_node():
+    config = preset("placement=colocated", "generation.tensor_parallel=2")
+    found = planned(config, 8)
+    assert (found.num_ranks, found.num_engines, found.tensor_parallel) == (8, 4, 2)
+    assert found.places == [2, 2, 2, 2] and found.transfer == "ipc"
+    assert [place for place, _ in found.seats("learner")] == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert [place for place, _ in found.seats("generator")] == [0, 1, 2, 3]
+    assert found.seats("reference") == [(3, 0.2)]
+    assert "every engine on 2 of them" in str(found)
+    applied = found.applied(config)
+    assert (applied.learner.num_ranks, applied.generation.num_replicas, applied.generation.tensor_parallel) == (8, 4, 2)
+    assert planned(config, 3, 3, 1).places == [2, 2]  # a node has one engine, and two GPUs are unused
+    assert planned(config, 3, 3, 1).unused_gpus == 3
+    vectors = planned(preset("placement=colocated", "generation.tensor_parallel=2", "retrieval.index=x",
+                             "retrieval.num_gpus=2"), 8)  # fmt: skip
+    assert vectors.places == [2, 2, 2, 2] and vectors.seats("retrieval") == [(3, 2)]
+
+
+def test_an_engine_has_a_gpu_alone_where_those_of_several_leave_too_little():
+    """On three GPUs an engine of two leaves one unused, and two ranks are too few for a 7B."""
+    config = load_config(
+        CONFIGS / "memsearcher_qwen2.5-7b.yaml",
+        ["generation.tensor_parallel=2", "algorithm.kl_coef=0"],
+    )
+    assert planned(config, 2, gib=100).tensor_parallel == 2
+    assert planned(config, 3, gib=79).tensor_parallel == 1
 
 
 def test_an_engine_sleeps_where_memory_asks_for_it():
