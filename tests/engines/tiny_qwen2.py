@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import psutil
 import torch
@@ -82,10 +83,17 @@ def prompts(num_prompts: int, *, length: int = 24, seed: int = 0) -> list[list[i
 CANARY = prompts(3, length=20, seed=99)
 
 
-def make_generator(model_path: Path, *, dtype: str = "float32", **settings: object) -> Generator:
+def make_generator(
+    model_path: Path,
+    *,
+    dtype: str = "float32",
+    transfer: Literal["mempipe_shm", "ipc"] = "mempipe_shm",
+    **settings: object,
+) -> Generator:
     # On a GPU two engines of these tests live side by side.
     config = GenerationConfig(**{"max_num_seqs": 64, "timeout_s": 300.0, "gpu_memory_utilization": 0.3, **settings})
-    return Generator(ModelConfig(path=str(model_path), dtype=dtype), config, max_model_len=MAX_MODEL_LEN, seed=1)
+    model = ModelConfig(path=str(model_path), dtype=dtype)
+    return Generator(model, config, max_model_len=MAX_MODEL_LEN, seed=1, transfer=transfer)
 
 
 @contextmanager
