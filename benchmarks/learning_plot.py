@@ -22,7 +22,7 @@ def plot(folders: Sequence[Path], file: str) -> None:
     """Draws exact match by step (training questions, and held-out ones before and after) and prompt tokens by turn."""
     plt = pyplot()
     figure, (learning, context) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    colors = ("#1f6feb", "#bf5af2", "#1a7f5a")
+    colors = ("#1f6feb", "#bf5af2", "#1a7f5a", *(f"C{number}" for number in range(len(folders))))
     bounded: dict[int, list[int]] = defaultdict(list)
     full: dict[int, list[int]] = defaultdict(list)
     for folder, color in zip(folders, colors, strict=False):
@@ -55,7 +55,7 @@ def plot(folders: Sequence[Path], file: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs, at most three")
+    parser.add_argument("runs", type=Path, nargs="+", help="folders of finished runs")
     parser.add_argument("--output", required=True, help="the SVG")
     arguments = parser.parse_args()
     plot(arguments.runs, arguments.output)
