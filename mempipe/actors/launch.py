@@ -59,6 +59,8 @@ RESERVE_TIMEOUT_S = 900.0
 MOST_DEATHS = 3
 """Deaths of its engine that one call survives: an engine that dies at every call, such as one whose attention has no
 code for the model, would otherwise be loaded again until the deadline, and nobody would be told why."""
+LOOK_S = 1.0
+"""How long one of several calls is waited for before the next one is looked at."""
 SILENT_AFTER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once; not tuned (Ray's default: 1,000)
@@ -281,64 +283,57 @@ def ask_all(
     that Ray restarts in the meantime is called again, until it has died MOST_DEATHS times. `timeout_s` is
     `generation.timeout_s`. Raises as `wait_for` does.
     """
-    deadline = time.monotonic() + timeout_s
     pending = begun or {name: submit(actor) for name, actor in actors.items()}
     limit = f"generation.timeout_s {timeout_s:g} s"
-    return {
-        name: _answer(
-            name,
-            reference,
-            phase=phase,
-            deadline=deadline,
-            limit=limit,
-            again=lambda name=name: submit(actors[name]),
-        )
-        for name, reference in pending.items()
-    }
+    return _answers(pending, phase=phase, timeout_s=timeout_s, limit=limit, again=lambda name: submit(actors[name]))
 
 
 def wait_for(pending: Mapping[str, Any], *, phase: str, timeout_s: float) -> dict[str, Any]:
     """Gets all object refs and returns their values by name; `timeout_s` covers them together. Raises RoleLost when an
     actor died or the time is up, LaunchError when a call failed; the message names phase and actor. Raises ConfigError
     with the sentence of an actor that refused a setting when it was made."""
-    deadline = time.monotonic() + timeout_s
-    limit = f"{timeout_s:g} s"
-    return {
-        name: _answer(name, reference, phase=phase, deadline=deadline, limit=limit)
-        for name, reference in pending.items()
-    }
+    return _answers(pending, phase=phase, timeout_s=timeout_s, limit=f"{timeout_s:g} s")
 
 
-def _answer(
-    name: str,
-    reference: Any,
+def _answers(
+    pending: Mapping[str, Any],
     *,
     phase: str,
-    deadline: float,
+    timeout_s: float,
     limit: str,
-    again: Callable[[], Any] | None = None,
-) -> Any:
-    pauses, deaths = retry_pauses(), 0
-    while True:
-        try:
-            return ray.get(reference, timeout=max(deadline - time.monotonic(), 0.001))
-        except GetTimeoutError as error:
-            raise RoleLost(f"{phase}: {name} gave no answer within {limit}") from error
-        except (RayActorError, RayTaskError) as error:
-            of_task = None if isinstance(error, RayActorError) else error.cause
-            deaths += isinstance(of_task, EngineDead)
-            starts_again = isinstance(error, ActorUnavailableError) or isinstance(of_task, EngineDead)
-            pause = next(pauses)
-            if isinstance(of_task, EngineDead):  # until its actor has ended too: one death must not count twice
-                pause += 2 * WATCH_EVERY_S
-            if again is not None and starts_again and deaths < MOST_DEATHS and time.monotonic() + pause < deadline:
-                time.sleep(pause)
-                reference = again()
-                continue
-            if refused := refusal(error):
-                raise ConfigError(refused) from error
-            kind = RoleLost if is_lost(error) else LaunchError
-            raise kind(f"{phase}: {name}: {one_line(error)}") from error
+    again: Callable[[str], Any] | None = None,
+) -> dict[str, Any]:
+    """Looks at all calls in turn, because an actor may die while others take minutes to answer."""
+    deadline = time.monotonic() + timeout_s
+    left, answers = dict(pending), dict[str, Any]()
+    pauses, deaths = {name: retry_pauses() for name in left}, Counter[str]()
+    while left:
+        for name, reference in [*left.items()]:
+            rest = max(deadline - time.monotonic(), 0.001)
+            look = rest if len(left) == 1 else min(rest, LOOK_S)
+            try:
+                answers[name] = ray.get(reference, timeout=look)
+                del left[name]
+            except GetTimeoutError as error:
+                if look == rest:
+                    raise RoleLost(f"{phase}: {name} gave no answer within {limit}") from error
+            except (RayActorError, RayTaskError) as error:
+                of_task = None if isinstance(error, RayActorError) else error.cause
+                deaths[name] += isinstance(of_task, EngineDead)
+                starts_again = isinstance(error, ActorUnavailableError) or isinstance(of_task, EngineDead)
+                pause = next(pauses[name])
+                if isinstance(of_task, EngineDead):  # until its actor has ended too: one death must not count twice
+                    pause += 2 * WATCH_EVERY_S
+                in_time = time.monotonic() + pause < deadline
+                if again is not None and starts_again and deaths[name] < MOST_DEATHS and in_time:
+                    time.sleep(pause)
+                    left[name] = again(name)
+                    continue
+                if refused := refusal(error):
+                    raise ConfigError(refused) from error
+                kind = RoleLost if is_lost(error) else LaunchError
+                raise kind(f"{phase}: {name}: {one_line(error)}") from error
+    return {name: answers[name] for name in pending}
 
 
 @contextmanager

@@ -646,6 +646,28 @@ def test_an_engine_that_gives_no_answer_is_told_with_the_setting_that_limits_it(
         wait_for({"generator-0": None}, phase="start", timeout_s=900.0)
 
 
+@pytest.mark.parametrize("call", ["ask", "wait"])
+def test_an_engine_that_dies_is_noticed_while_another_one_takes_minutes(monkeypatch, call):
+    """Whichever of them was asked first."""
+    now = 0.0
+
+    def get(answer: Any, *, timeout: float) -> Any:
+        nonlocal now
+        if answer == "dead" and now >= 30.0:
+            raise ActorDiedError()
+        now += timeout
+        raise GetTimeoutError("it is busy")
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(launch.ray, "get", get)
+    with pytest.raises(RoleLost, match="generator-1: The actor died"):
+        if call == "ask":
+            engines = {"generator-0": Engine("busy"), "generator-1": Engine("dead")}
+            ask_all(engines, Engine.call, phase="waking engines", timeout_s=600.0)
+        wait_for({"generator-0": "busy", "generator-1": "dead"}, phase="start", timeout_s=600.0)
+    assert 30.0 <= now < 40.0
+
+
 def test_an_actor_that_could_not_be_made_says_why():
     made = "The actor died because of an error raised in its creation task, ray::GeneratorActor.__init__()\n  trace\n"
     error = ActorDiedError()
