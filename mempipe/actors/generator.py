@@ -14,6 +14,7 @@ from mempipe.actors.batched_calls import Answer, BatchedServer, Request
 from mempipe.actors.handles import find_actor
 from mempipe.beacons import reached
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
+from mempipe.engines.engine_faults import WeightTransferFailed
 from mempipe.engines.engine_load import EngineLoad
 from mempipe.engines.generator import EngineDead, Generator
 from mempipe.engines.proof import Proof, check_held
@@ -62,6 +63,7 @@ class GeneratorActor:
         self._sleeps = sleeps
         self._started = asyncio.Lock()
         self._ready = False
+        self._served = asyncio.Event()  # not set while the weights of the run have yet to come from the ranks
         self._ending = False
         self._watch: asyncio.Task[None] | None = None
 
@@ -78,9 +80,11 @@ class GeneratorActor:
         if self._watch is None:  # from here on, since the engine may die while it takes the weights
             self._watch = asyncio.create_task(self._exit_with_the_engine())
         newest = await self._store.newest.remote()
-        if newest is not None:
-            (reference,), policy_version = newest
-            await self._engine.load_weights(await reference, policy_version=policy_version)
+        if newest is None:
+            self._served.set()
+        elif references := newest[0]:
+            await self._engine.load_weights(await references[0], policy_version=newest[1])
+            self._served.set()
         self._ready = True
 
     async def begin(self, weights: WeightHandle | None, seed: int) -> None:
@@ -112,6 +116,12 @@ class GeneratorActor:
                 print(f"generator: {error}", file=sys.stderr, flush=True)
                 os._exit(1)
 
+    def _check_served(self) -> None:
+        """Raises WeightTransferFailed on an engine that was started again and has no weights of the run yet. Others may
+        have, so that a caller does not wait here."""
+        if not self._served.is_set():
+            raise WeightTransferFailed("the engine was started again and waits for the weights of the ranks")
+
     async def _awake(self) -> None:
         """Loads the engine on the first call after Ray restarted the actor; at launch `ready` has done so. An engine
         that shares its GPU with the learner is not loaded while that works: there is no memory for it."""
@@ -125,12 +135,14 @@ class GeneratorActor:
     async def score(self, token_ids: Sequence[int]) -> list[float]:
         """Returns the log-probs of `token_ids[1:]` given what precedes them, under the served weights."""
         await self._awake()
+        self._check_served()
         return await self._engine.score(token_ids)
 
     async def prove(self, canary: Sequence[Sequence[int]]) -> Proof:
         """Returns the data of the weight check: version and checksums of the loaded weights, and the log-probs of the
         canary sequences, computed whole and from the prefix cache."""
         await self._awake()
+        await self._served.wait()
         held = await self._engine.held_weights()
         # From the cache first: after whole sequences were scored, the cache would hold their ends too.
         from_cache = [await self._engine.score_from_cache(token_ids) for token_ids in canary]
@@ -163,7 +175,14 @@ class GeneratorActor:
 
     async def connect(self, init_info: dict[str, Any]) -> None:
         """Joins the rendezvous of a transfer between GPUs."""
+        await self._awake()
         await self._engine.connect(init_info)
+
+    async def is_connected(self) -> bool:
+        """Returns whether the engine has joined a rendezvous since it was started. Raises EngineDead."""
+        await self._awake()
+        self._engine.check_alive()
+        return self._engine.is_connected
 
     async def load_weights(self, weights: np.ndarray | WeightHandle, policy_version: int) -> None:
         """Loads version `policy_version` of the weights between two completions. An engine that sleeps and is not
@@ -173,6 +192,7 @@ class GeneratorActor:
         await self._awake()
         reached("engine.load_weights", version=policy_version)
         await self._engine.load_weights(weights, policy_version=policy_version)
+        self._served.set()
 
     async def _answer(self, work: Work, token_ids: Sequence[int], *arguments: Any) -> Completion | list[float]:
         return await (self.score(token_ids) if work == "score" else self._generate(token_ids, *arguments))
@@ -186,6 +206,7 @@ class GeneratorActor:
         seed: int | None,
     ) -> Completion:
         await self._awake()
+        self._check_served()
         reached("engine.generate", version=self._engine.policy_version)
         return await self._engine.generate(
             token_ids, max_tokens=max_tokens, sampling=sampling, stop_token_ids=stop_token_ids, seed=seed

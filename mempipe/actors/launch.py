@@ -13,7 +13,7 @@ import time
 import uuid
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ from mempipe.actors.memory import memory_metrics
 from mempipe.actors.reference import ReferencePool
 from mempipe.actors.reservation import NotReserved, Reservation, cluster_gpus, smallest_gpu
 from mempipe.actors.retriever import RetrieverActor, ShardActor
+from mempipe.actors.weight_group import WeightGroup
 from mempipe.actors.weight_store import WeightStore
 from mempipe.beacons import reached
 from mempipe.config import RunConfig
@@ -124,6 +125,8 @@ class Roles(RolloutActors):
     references: ReferencePool | None
     canary: list[list[int]] = field(default_factory=list)
     """Token sequences that learner and engines score after every sync (promise 5)."""
+    group: WeightGroup | None = None
+    """Sends the weights by nccl, once `load_policy` has loaded them."""
     _num_served_bytes: int | None = None
 
     def new_admission(self, *, policy_version: int, adopted: Mapping[str, int]) -> tuple[str, Handle]:
@@ -156,9 +159,22 @@ class Roles(RolloutActors):
         self.config = self.config.model_copy(update={"model": model})
         self.start_learner(learner_settings(self.config))
         self.wait()
-        if self.plan.transfer != "mempipe_shm":
+        if self.plan.transfer == "nccl":
+            self.group = WeightGroup(
+                self.learners,
+                self.generators,
+                self.store,
+                tensor_parallel=self.plan.tensor_parallel,
+                ask=self._all_engines,
+            )
+        elif self.plan.transfer == "ipc":
             engines = list(self.generators.values())
-            self.learners.open_transfer(engines, tensor_parallel=self.plan.tensor_parallel, backend=self.plan.transfer)
+            self.learners.open_transfer(engines, tensor_parallel=self.plan.tensor_parallel, backend="ipc")
+
+    def close(self) -> None:
+        """Ends what looks after the engines; the actors stay."""
+        if self.group is not None:
+            self.group.close()
 
     def put_engines_to_sleep(self) -> None:
         """Makes the engines free their GPU memory until the next `sync`; does nothing without engine sleep mode."""
@@ -173,6 +189,8 @@ class Roles(RolloutActors):
         """Runs one learner step (`LearnerGroup.step`). With engine sleep mode the engines free their GPU memory first
         and stay asleep until the next `sync`."""
         self.put_engines_to_sleep()
+        if self.group is not None:
+            self.group.hold()
         reports = self.learners.step(updates, first=first, stop=stop)
         self._release()
         return reports
@@ -190,7 +208,9 @@ class Roles(RolloutActors):
         reached("sync", version=policy_version)
         started = time.perf_counter()
         self.put_engines_to_sleep()  # at the first sync nothing has done so
-        if self.plan.transfer != "mempipe_shm":
+        if self.group is not None:
+            self.group.send(policy_version)
+        elif self.plan.transfer == "ipc":
             self.learners.send_weights(policy_version, list(self.generators.values()))
         else:
             weights = self.learners.weights()
@@ -344,7 +364,8 @@ def launch(config: RunConfig, namespace: str) -> Iterator[Roles]:
     """
     started = Started(config, namespace, reserve(ClusterGpus.found().plan(config, Demand.of_training(config))))
     try:
-        yield started.roles()
+        with closing(started.roles()) as roles:
+            yield roles
     finally:
         started.close()
 
@@ -462,9 +483,9 @@ class Started:
         """Starts the engines of the config, for contexts of that length, and the store of their weights."""
         config = self.config
         self.store = self._start("generator", WeightStore, {"name": WEIGHT_STORE, "num_cpus": 0})
-        # A restarted engine takes the newest weights from the store. It cannot rejoin an NCCL or ipc group: there the
-        # whole run starts its roles again from the newest checkpoint (`max_restarts`).
-        engine_restarts = {"max_restarts": -1 if self.plan.transfer == "mempipe_shm" else 0}
+        # A restarted engine takes the newest weights from the store, or from a new nccl group (`WeightGroup`). An ipc
+        # engine shares its GPU with a rank, so all roles start again from the newest checkpoint (`max_restarts`).
+        engine_restarts = {"max_restarts": 0 if self.plan.transfer == "ipc" else -1}
         self.generators = {
             f"generator-{i}": self._start(
                 "generator",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 import psutil
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from mempipe import environment
 from mempipe.actors.handles import Handle
-from mempipe.actors.lost import LearnerFailed, LearnerLost, is_lost, one_line
+from mempipe.actors.lost import EngineLost, LearnerFailed, LearnerLost, is_lost, one_line
 from mempipe.beacons import reached
 from mempipe.engines.checkpoint import Position, latest
 from mempipe.engines.learner_settings import LearnerSettings
@@ -110,7 +111,10 @@ class LearnerActor:
         address: tuple[str, int],
         backend: Literal["nccl", "ipc"],
     ) -> None:
-        """Connects this rank with all engines: by nccl in one group, by ipc with the engine on its own GPU."""
+        """Connects this rank with all engines: by nccl in one group, which takes the place of the one before, by ipc
+        with the engine on its own GPU."""
+        if (before := vars(self).pop("_sender", None)) is not None:
+            before.close()
         self._sender = GpuWeightSender(
             self._learner.policy.lm,
             dtype=self._learner.dtype,
@@ -169,7 +173,12 @@ class _Engines:
         ray.get([engine.connect.remote(info) for engine, info in zip(self._engines, infos, strict=True)])
 
     def load(self, handle: WeightHandle) -> None:
-        ray.get([engine.load_weights.remote(handle, handle.version) for engine in self._engines])
+        """Raises the loss of an engine, if there is one: an engine that lost its partner may be the first to fail."""
+        calls = [engine.load_weights.remote(handle, handle.version) for engine in self._engines]
+        try:
+            ray.get(calls)
+        except RayError as error:
+            raise _first_loss(calls, within_s=0.0 if is_lost(error) else DEATH_S) or error from None
 
 
 class LearnerGroup:
@@ -178,6 +187,7 @@ class LearnerGroup:
     def __init__(self, ranks: Sequence[Handle], *, timeout_s: float) -> None:
         self.ranks = list(ranks)
         self._timeout_s = timeout_s
+        self._turn = threading.Lock()
 
     def start(self, settings: LearnerSettings) -> None:
         """Makes a `Learner` on every rank, in place of the earlier one. Rank 0's node is the master address."""
@@ -203,7 +213,7 @@ class LearnerGroup:
         A resumed step begins with update `first`. The step ends early, between two updates, when `stop` leaves no time
         for the rest.
         """
-        begun = [rank.begin_step.remote([update[i] for update in updates], first) for i, rank in enumerate(self.ranks)]
+        begun = self._submit(lambda rank, i: rank.begin_step.remote([update[i] for update in updates], first))
         # With old_logprobs: recompute, and with a reference on the ranks, it also scores every micro-batch.
         self._get("starting a step", begun, timeout_s=self._timeout_s * len(updates))
         reports: list[dict[str, float]] = []
@@ -229,22 +239,28 @@ class LearnerGroup:
 
     def weights(self) -> Any:
         """Returns a reference to the served weights (all, or with LoRA the adapter), as bytes (`pack_weights`)."""
-        references = [rank.weights.remote() for rank in self.ranks]
+        references = self._submit(lambda rank, _: rank.weights.remote())
         self._get("gathering weights", references[1:])
         return references[0]
 
     def open_transfer(
-        self, engines: Sequence[Handle], *, tensor_parallel: int, backend: Literal["nccl", "ipc"]
+        self,
+        engines: Sequence[Handle],
+        *,
+        tensor_parallel: int,
+        backend: Literal["nccl", "ipc"],
+        timeout_s: float | None = None,
     ) -> None:
-        """Connects the ranks with the engines, so that `send_weights` goes from GPU memory to GPU memory."""
-        address = self._all("meeting point", lambda rank, _: rank.address.remote())[0]
-        opened = [rank.open_transfer.remote(engines, tensor_parallel, address, backend) for rank in self.ranks]
-        self._get("opening the weight transfer", opened, beside=engines)
+        """Connects the ranks with the engines, so that `send_weights` goes from GPU memory to GPU memory. Called again
+        after an engine was lost, it connects them in a new group. `timeout_s` None: `learner.timeout_s`."""
+        address = self._all("meeting point", lambda rank, _: rank.address.remote(), timeout_s=timeout_s)[0]
+        opened = self._submit(lambda rank, _: rank.open_transfer.remote(engines, tensor_parallel, address, backend))
+        self._get("opening the weight transfer", opened, timeout_s=timeout_s, beside=engines)
 
     def send_weights(self, policy_version: int, engines: Sequence[Handle]) -> None:
         """Sends the current weights to the engines of `open_transfer` as `policy_version`; returns when all serve
         them."""
-        sent = [rank.send_weights.remote(policy_version) for rank in self.ranks]
+        sent = self._submit(lambda rank, _: rank.send_weights.remote(policy_version))
         self._get("sending weights", sent, beside=engines)
 
     def num_served_bytes(self) -> int:
@@ -256,7 +272,7 @@ class LearnerGroup:
 
         Raises LearnerLost when a rank does not answer in time (without `finish`: at once), or the ranks disagree.
         """
-        answers = [rank.updates_done.remote() for rank in self.ranks]
+        answers = self._submit(lambda rank, _: rank.updates_done.remote())
         counts = set(self._get("counting updates", answers, timeout_s=None if finish else COUNTING_S))
         if len(counts) != 1:
             raise LearnerLost(f"the ranks have done {sorted(counts)} updates")
@@ -296,14 +312,19 @@ class LearnerGroup:
         reached("learn.update", update=index)
         return self._all(f"optimiser update {index + 1} of {num_updates}", lambda rank, _: rank.update.remote(index))[0]
 
-    def _all(self, phase: str, submit: Callable[[Handle, int], Any]) -> list[Any]:
-        return self._get(phase, [submit(rank, i) for i, rank in enumerate(self.ranks)])
+    def _all(self, phase: str, submit: Callable[[Handle, int], Any], *, timeout_s: float | None = None) -> list[Any]:
+        return self._get(phase, self._submit(submit), timeout_s=timeout_s)
+
+    def _submit(self, submit: Callable[[Handle, int], Any]) -> list[Any]:
+        """Calls all ranks, which work together: each must be given the calls of two threads in the same order."""
+        with self._turn:
+            return [submit(rank, i) for i, rank in enumerate(self.ranks)]
 
     def _get(
         self, phase: str, references: Sequence[Any], *, timeout_s: float | None = None, beside: Sequence[Handle] = ()
     ) -> list[Any]:
         """Gets the object refs of one phase. Checks every WATCH_S seconds that the actors in `beside` are alive, since
-        ranks that wait for a dead engine would hang until the timeout. Raises LearnerLost, LearnerFailed or
+        ranks that wait for a dead engine would hang until the timeout. Raises EngineLost, LearnerLost, LearnerFailed or
         SamplingMismatch."""
         timeout_s = timeout_s or self._timeout_s
         deadline, pending = time.monotonic() + timeout_s, list(references)
@@ -318,7 +339,7 @@ class LearnerGroup:
                 raise LearnerLost(f"{phase}: a learner rank died: {one_line(death)}") from error
             if isinstance(error.cause, SamplingMismatch):
                 raise error.cause from error
-            kind = LearnerLost if is_lost(error) else LearnerFailed  # a rank may itself wait for an engine
+            kind = EngineLost if is_lost(error) else LearnerFailed  # a rank may itself wait for an engine
             raise kind(f"{phase}: {one_line(error)}") from error
         except GetTimeoutError as error:
             setting = " (learner.timeout_s)" if timeout_s >= self._timeout_s else ""
@@ -326,17 +347,10 @@ class LearnerGroup:
         except RayActorError as error:
             raise LearnerLost(f"{phase}: a learner rank died: {one_line(error)}") from error
 
-    def _death(self) -> RayActorError | None:
+    def _death(self) -> RayError | None:
         """Returns the error of a rank that has died, if there is one. Its death breaks the connections of the others,
         whose errors may come first."""
-        answers = [rank.address.remote() for rank in self.ranks]
-        answered, _ = ray.wait(answers, num_returns=len(answers), timeout=DEATH_S)
-        for answer in answered:
-            try:
-                ray.get(answer)
-            except RayActorError as error:
-                return error
-        return None
+        return _first_loss([rank.address.remote() for rank in self.ranks], within_s=DEATH_S)
 
 
 def _interface(address: str) -> str | None:
@@ -346,11 +360,21 @@ def _interface(address: str) -> str | None:
 
 
 def _check_alive(engines: Sequence[Handle], phase: str) -> None:
-    """Raises LearnerLost when an engine has died; a busy one is not an error."""
-    for engine in engines:
+    """Raises EngineLost when an engine has died; a busy one is not an error."""
+    if death := _first_loss([engine.ready.remote() for engine in engines], within_s=WATCH_S):
+        raise EngineLost(f"{phase}: an engine died: {one_line(death)}") from death
+
+
+def _first_loss(calls: Sequence[Any], *, within_s: float) -> RayError | None:
+    """Returns the error of the first call that says that an actor or its engine is lost; None when none says so before
+    all have answered or the time is up."""
+    deadline, left = time.monotonic() + within_s, list(calls)
+    while left and (done := ray.wait(left, timeout=max(deadline - time.monotonic(), 0.001))[0]):
+        first = done[0]
+        left.remove(first)
         try:
-            ray.get(engine.ready.remote(), timeout=WATCH_S)
-        except GetTimeoutError:
-            continue
-        except RayActorError as error:
-            raise LearnerLost(f"{phase}: an engine died: {one_line(error)}") from error
+            ray.get(first)
+        except RayError as error:
+            if is_lost(error):
+                return error
+    return None

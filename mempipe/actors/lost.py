@@ -61,6 +61,10 @@ class LearnerLost(LearnerFailed):
     succeed."""
 
 
+class EngineLost(LearnerLost):
+    """Raised when an engine that the ranks wait for died. The ranks themselves are sound."""
+
+
 FAULTS_OF_RAY = (RayError,)
 """All exceptions that Ray itself raises, for callers that do not import Ray."""
 LOST_IN_RAY = (

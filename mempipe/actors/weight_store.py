@@ -15,7 +15,8 @@ class WeightStore:
         self._are_held = False
 
     def put(self, weights: list[ray.ObjectRef], policy_version: int) -> None:
-        """Stores `weights`, a list of one reference; the list keeps Ray from fetching the weights themselves."""
+        """Stores `weights`, a list of one reference; the list keeps Ray from fetching the weights themselves. An empty
+        one says that only the ranks hold them, who send them by nccl."""
         reached("store.put", version=policy_version)
         self._newest = (weights, policy_version)
 

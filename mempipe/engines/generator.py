@@ -79,7 +79,8 @@ class Generator:
         self._without_cache = False  # between `load_weights` of an engine that sleeps and `wake`
         self._engine: Engine | None = None
         self._ids = itertools.count()
-        self._connected = False
+        self.is_connected = False
+        """Whether it has joined a rendezvous."""
         self._update = asyncio.Lock()
         self._open = asyncio.Event()  # cleared while weights are replaced
         self._idle = asyncio.Event()  # set while no completion is in flight
@@ -209,11 +210,12 @@ class Generator:
         return HeldWeights(version=self.policy_version, checksums=added(parts), packed_modules=packed)
 
     async def connect(self, init_info: dict[str, Any]) -> None:
-        """Joins the backend's rendezvous, once, before the first `load_weights`; `mempipe_shm` needs none."""
+        """Joins the backend's rendezvous before the first `load_weights`, and again after a member of an nccl group was
+        lost; `mempipe_shm` needs none."""
         await self._call(
             "connect", lambda engine: engine.collective_rpc("init_weight_transfer_engine", init_info=init_info)
         )
-        self._connected = True
+        self.is_connected = True
 
     async def load_weights(self, weights: WeightHandle | np.ndarray, policy_version: int) -> None:
         """Samples completions from `weights`, of version `policy_version`, from now on.
@@ -335,7 +337,7 @@ class Generator:
         return choice == "shared"
 
     async def _replace(self, handle: WeightHandle, policy_version: int) -> None:
-        if not self._connected:
+        if not self.is_connected:
             await self.connect({})
         await self._call("start", lambda engine: engine.collective_rpc("start_weight_update"))
         await self._call(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from mempipe import environment
 from mempipe.engines.config import GenerationConfig, ModelConfig
+from mempipe.engines.weights import GROUP_BACKEND
 from mempipe.garbage import no_collections
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def engine_arguments(
         # Inside a placement group vLLM would look for a separate bundle for every worker.
         "distributed_executor_backend": "mp" if config.tensor_parallel > 1 else None,
         "enforce_eager": config.enforce_eager or device == "cpu",
-        "weight_transfer_config": {"backend": transfer},
+        "weight_transfer_config": {"backend": GROUP_BACKEND if transfer == "nccl" else transfer},
         "worker_extension_cls": "mempipe.engines.vllm_worker.WorkerExtension",
     }
     if model.serves_adapter:

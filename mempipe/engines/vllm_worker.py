@@ -35,7 +35,7 @@ from vllm.utils.torch_utils import set_random_seed
 
 from mempipe.engines.checksums import checksum
 from mempipe.engines.row_blocks import Product, in_blocks
-from mempipe.engines.weights import SHARED_MEMORY_BACKEND, read_weights
+from mempipe.engines.weights import GROUP_BACKEND, SHARED_MEMORY_BACKEND, read_weights
 from mempipe.environment import ENGINE_FOLDER, FRONTEND_PID
 
 
@@ -268,6 +268,7 @@ def install() -> None:
     """Registers and starts all that this module adds to a worker."""
     tqdm.set_lock(threading.RLock())  # its own one is a named semaphore, which stays in memory when a process is killed
     WeightTransferEngineFactory.register_engine(SHARED_MEMORY_BACKEND, SharedMemoryTransfer)
+    WeightTransferEngineFactory.register_engine(GROUP_BACKEND, "mempipe.engines.vllm_group", "GroupTransfer")
     if current_platform.is_cpu():
         layer_utils.dispatch_cpu_unquantized_gemm = keep_weights_writable
         PunicaWrapperCPU.add_lora_linear = add_one_adapter

@@ -2,9 +2,9 @@
 
 Every transport is one of vLLM's weight-transfer backends, and every engine takes weights through
 `Generator.load_weights`: `mempipe_shm` (ours, `mempipe.engines.vllm_worker`) reads a file that `publish` wrote to
-shared memory or any folder; `nccl` and `ipc` (vLLM's) move GPU memory and are driven from the learner by
-`GpuWeightSender`. This module imports vLLM and torch only in functions that move weights, so `WeightHandle` can be
-imported without them.
+shared memory or any folder; `nccl` and `ipc` (vLLM's; of `nccl` our engines' end, `mempipe.engines.vllm_group`) move
+GPU memory and are driven from the learner by `GpuWeightSender`. This module imports vLLM and torch only in functions
+that move weights, so `WeightHandle` can be imported without them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import base64
 import hashlib
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -25,9 +25,13 @@ from mempipe.storage.files import sha256, whole_file
 
 if TYPE_CHECKING:
     import torch
-    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine, WeightSource
+    from vllm.distributed.weight_transfer.base import TrainerInitInfo, TrainerWeightTransferEngine
 
 SHARED_MEMORY_BACKEND = "mempipe_shm"
+GROUP_BACKEND = "mempipe_nccl"
+"""The engine's end of `nccl`."""
+MEMBER_LOST = "mempipe/member_lost"
+"""The key in an nccl group's store that ends a transfer on all members."""
 NEWEST = "newest.json"
 
 
@@ -187,19 +191,35 @@ class GpuWeightSender:
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
 
         self._client = TrainerClient(control)
+        self._source = _cast_source(model, dtype)
         info = _trainer_init_info(backend, rank=rank, address=address, num_engine_ranks=num_engine_ranks)
         self._engine: TrainerWeightTransferEngine = WeightTransferTrainerFactory.trainer_init(
-            info, client=self._client, source=_cast_source(model, dtype)
+            info, client=self._client, source=self._source
         )
+        self._client.failed = self._abort
 
     def send(self, version: int) -> None:
-        """Sends the model's present weights to the engines as `version`; returns when every engine serves them."""
+        """Sends the model's present weights to the engines as `version`; returns when every engine serves them. When an
+        engine fails or dies it raises what `EngineControl.load` does, and an nccl group is of no further use."""
         import torch
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # vLLM reads on its own streams, which do not wait for the optimiser's
-        self._client.version = version
-        self._engine.send_weights()
+        self._client.version, self._source.left = version, None
+        try:
+            self._engine.send_weights()
+        except Exception:
+            self._source.finish()  # the other ranks gather all weights together with this one
+            if self._client.failure is not None:  # a broadcast may fail first, because of it
+                raise self._client.failure from None
+            raise
+
+    def _abort(self) -> None:
+        """Ends an nccl transfer on all members: they would wait in a broadcast for a member that is gone."""
+        group = getattr(self._engine, "model_update_group", None)
+        if group is not None and group.group is not None:
+            group.group.store.set(MEMBER_LOST, b"1")
+            group.destroy()
 
     def close(self) -> None:
         self._engine.shutdown()
@@ -214,6 +234,10 @@ class TrainerClient:
 
     def __init__(self, control: EngineControl) -> None:
         self.version = -1
+        self.failure: Exception | None = None
+        """Why the engines did not load the last update."""
+        self.failed: Callable[[], None] = lambda: None
+        """Is called at once when they do not, while the sender may still be sending."""
         self._control = control
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
@@ -224,22 +248,39 @@ class TrainerClient:
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         assert isinstance(update_info, dict), "nccl and ipc describe an update in one dict"
-        self._control.load(WeightHandle(version=self.version, update_info=_plain(update_info)))
+        self.failure = None
+        try:
+            self._control.load(WeightHandle(version=self.version, update_info=_plain(update_info)))
+        except Exception as error:
+            self.failure = error
+            self.failed()
+            raise
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass
 
 
-def _cast_source(model: torch.nn.Module, dtype: torch.dtype) -> WeightSource:
-    """Returns the model's weights as an engine holds them. Shards are cast before they are gathered, which halves the
-    traffic."""
+def _cast_source(model: torch.nn.Module, dtype: torch.dtype) -> Any:
+    """Returns the model's weights as an engine holds them, in vLLM's WeightSource with a method `finish`. Shards are
+    cast before they are gathered, which halves the traffic."""
     from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource, materialize_full_tensor
 
     class CastSource(WeightSource):
+        left: Iterator[tuple[str, torch.Tensor]] | None = None
+
         def metadata(self) -> list[ParamMeta]:
             return [ParamMeta(name, dtype, tuple(parameter.shape)) for name, parameter in model.named_parameters()]
 
         def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+            self.left = self._gather()
+            return self.left
+
+        def finish(self) -> None:
+            """Gathers what the iteration did not come to."""
+            for _ in self.left or self._gather():
+                pass
+
+        def _gather(self) -> Iterator[tuple[str, torch.Tensor]]:
             for name, parameter in model.named_parameters():
                 yield name, materialize_full_tensor(parameter.detach().to(dtype))
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
+import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -18,11 +21,12 @@ from transformers import Qwen2ForCausalLM
 
 from mempipe.engines.checksums import checksum
 from mempipe.engines.config import SamplingConfig
-from mempipe.engines.generator import Generator, WeightTransferFailed
+from mempipe.engines.generator import EngineDead, Generator, WeightTransferFailed
 from mempipe.engines.model import PolicyModel
 from mempipe.engines.policy_weights import weight_checksums
 from mempipe.engines.proof import CanaryFailed, CanaryGap, StaleWeights, added, canary_gap, check_canary, check_held
 from mempipe.engines.weights import (
+    MEMBER_LOST,
     GpuWeightSender,
     TrainerClient,
     WeightHandle,
@@ -422,6 +426,90 @@ def test_the_optimiser_is_waited_for_before_weights_are_read(monkeypatch):
     monkeypatch.setattr(sender._engine, "_post_send_sync", lambda: None)
     sender.send(1)
     assert calls == ["wait", "read", "read"]
+
+
+class Store:
+    def __init__(self) -> None:
+        self.keys: list[str] = []
+
+    def set(self, key: str, value: bytes) -> None:
+        self.keys.append(key)
+
+    def check(self, keys: list[str]) -> bool:
+        return {*keys} <= {*self.keys}
+
+
+class Hanging:
+    """A communicator as nccl's: a broadcast to a member that is gone ends only when it is aborted."""
+
+    def __init__(self) -> None:
+        self.group = SimpleNamespace(store=Store())
+        self.aborted = threading.Event()
+
+    def broadcast(self) -> None:
+        assert self.aborted.wait(60)
+
+    def destroy(self) -> None:
+        self.aborted.set()
+
+
+def test_a_sender_whose_engine_dies_aborts_the_broadcast_and_finishes_the_gathering_of_all_ranks(monkeypatch):
+    gathered: list[str] = []
+
+    class Gathering(torch.nn.ParameterDict):
+        def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+            for name, parameter in super().named_parameters(*args, **kwargs):
+                gathered.append(name)
+                yield name, parameter
+
+    class Dying(RecordingControl):
+        def load(self, handle: WeightHandle) -> None:
+            raise EngineDead(f"it died of version {handle.version}")
+
+    model = Gathering({name: torch.zeros(2) for name in "abcd"})
+    sender = GpuWeightSender(model, dtype=torch.float32, control=Dying(), backend="nccl", rank=1)
+    engine: Any = sender._engine
+    engine.model_update_group = group = Hanging()
+
+    def send_weights() -> None:
+        """Does what vLLM's does: a thread waits for the engines while this one broadcasts."""
+        for _ in engine.source:
+            with ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(engine.client.update_weights, {})
+                group.broadcast()
+                raise RuntimeError("the broadcast was aborted") from answer.exception()
+
+    monkeypatch.setattr(engine, "send_weights", send_weights)
+    for version in (7, 8):
+        gathered.clear()
+        with pytest.raises(EngineDead, match=f"it died of version {version}"):
+            sender.send(version)
+        assert gathered == ["a", "b", "c", "d"] and group.group.store.keys == [MEMBER_LOST] * (version - 6)
+
+
+def test_an_engine_stops_receiving_as_soon_as_the_group_has_lost_a_member(monkeypatch):
+    from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
+
+    from mempipe.engines.vllm_group import GroupTransfer
+
+    finished: list[str] = []
+    transfer: Any = GroupTransfer.__new__(GroupTransfer)
+    transfer.model_update_group = group = Hanging()
+    monkeypatch.setattr(GroupTransfer, "finish_weight_update", lambda _: finished.append("finished"))
+    monkeypatch.setattr(
+        NCCLWeightTransferEngine, "receive_weights", lambda self, _: self.model_update_group.broadcast()
+    )
+    threading.Timer(0.5, group.group.store.set, (MEMBER_LOST, b"1")).start()
+    started = time.monotonic()
+    with pytest.raises(RuntimeError, match="lost a member"):
+        transfer.receive_weights(None)
+    assert time.monotonic() - started < 10 and finished == ["finished"]
+    monkeypatch.setattr(NCCLWeightTransferEngine, "receive_weights", lambda *_: None)
+    group.group.store.keys.clear()
+    transfer.receive_weights(None)
+    assert finished == ["finished"]
+    transfer.shutdown()
+    assert transfer.model_update_group is None
 
 
 def test_an_unknown_gpu_backend_is_refused():

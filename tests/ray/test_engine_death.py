@@ -17,7 +17,7 @@ from mempipe.actors.cluster import connected
 from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.launch import wait_for
 from mempipe.actors.learner_group import LearnerGroup, _Engines
-from mempipe.actors.lost import LearnerFailed, LearnerLost, RoleLost, is_lost
+from mempipe.actors.lost import EngineLost, LearnerFailed, RoleLost, is_lost
 from mempipe.engines.engine_faults import EngineDead, WeightTransferFailed
 from mempipe.engines.weights import WeightHandle
 
@@ -84,19 +84,19 @@ def failure_of(fault: str, **rank: Any) -> LearnerFailed:
 @pytest.mark.parametrize("rank", [{}, {"nested": True}], ids=["from the rank", "through another task"])
 def test_promise_8_the_death_of_an_engine_that_a_rank_sees_is_a_loss(rank):
     failure = failure_of("dead", **rank)
-    assert type(failure) is LearnerLost and is_lost(failure)
+    assert type(failure) is EngineLost and is_lost(failure)
     assert str(failure) == f"sending weights: {DEATH}"
 
 
 def test_promise_8_the_death_of_an_engine_is_a_loss_when_only_the_text_of_the_rank_says_so():
     failure = failure_of("dead", wraps=True)
-    assert type(failure) is LearnerLost
+    assert type(failure) is EngineLost
     assert str(failure) == "sending weights: sending the weights failed"
 
 
 def test_an_engine_that_ends_with_its_actor_is_not_called_a_rank():
     failure = failure_of("exit")
-    assert type(failure) is LearnerLost
+    assert type(failure) is EngineLost
     assert str(failure) == "sending weights: Engine: The actor died unexpectedly before finishing this task."
 
 

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayTaskError
 
 from mempipe.actors import learner_group
 from mempipe.actors.learner_group import LearnerActor, LearnerGroup
-from mempipe.actors.lost import LearnerFailed, LearnerLost
+from mempipe.actors.lost import EngineLost, LearnerFailed, LearnerLost
 from mempipe.engines import learner
 from mempipe.engines.engine_faults import EngineDead
 from mempipe.engines.proof import SamplingMismatch
@@ -192,8 +192,8 @@ WITH_A_DEAD_ONE = RayTaskError("send_weights", "", EngineDead("its process ended
     [
         (BROKEN, ActorDiedError(), LearnerLost),
         (BROKEN, None, LearnerFailed),
-        (WITHOUT_ENGINE, None, LearnerLost),
-        (WITH_A_DEAD_ONE, None, LearnerLost),
+        (WITHOUT_ENGINE, None, EngineLost),
+        (WITH_A_DEAD_ONE, None, EngineLost),
     ],
     ids=[
         "a rank died",
