@@ -61,7 +61,7 @@ MOST_DEATHS = 3
 """Deaths of its engine that one call survives: an engine that dies at every call, such as one whose attention has no
 code for the model, would otherwise be loaded again until the deadline, and nobody would be told why."""
 LOOK_S = 1.0
-"""How long one of several calls is waited for before the next one is looked at."""
+"""How long it takes to look at each of several calls once."""
 SILENT_AFTER_S = 10.0
 SHUTDOWN_TIMEOUT_S = 20.0
 MAX_CALLS = 10_000  # calls that one async actor holds at once; not tuned (Ray's default: 1,000)
@@ -330,7 +330,7 @@ def _answers(
     while left:
         for name, reference in [*left.items()]:
             rest = max(deadline - time.monotonic(), 0.001)
-            look = rest if len(left) == 1 else min(rest, LOOK_S)
+            look = rest if len(left) == 1 else min(rest, LOOK_S / len(left))
             try:
                 answers[name] = ray.get(reference, timeout=look)
                 del left[name]
