@@ -13,6 +13,7 @@ import base64
 import hashlib
 import json
 import pickle
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +34,8 @@ GROUP_BACKEND = "mempipe_nccl"
 MEMBER_LOST = "mempipe/member_lost"
 """The key in an nccl group's store that ends a transfer on all members."""
 NEWEST = "newest.json"
+_TOLD_S = 30.0
+"""How long a sender whose broadcast failed waits for the engines' answers: Ray tells a death within seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,13 +208,16 @@ class GpuWeightSender:
 
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # vLLM reads on its own streams, which do not wait for the optimiser's
-        self._client.version, self._source.left = version, None
+        self._client.begin(version)
+        self._source.left = None
         try:
             self._engine.send_weights()
         except Exception:
+            self._abort()
             self._source.finish()  # the other ranks gather all weights together with this one
-            if self._client.failure is not None:  # a broadcast may fail first, because of it
-                raise self._client.failure from None
+            # A broadcast may fail because of an engine whose death Ray tells a moment later.
+            if failure := self._client.failure(within_s=_TOLD_S):
+                raise failure from None
             raise
 
     def _abort(self) -> None:
@@ -233,12 +239,22 @@ class TrainerClient:
     """
 
     def __init__(self, control: EngineControl) -> None:
-        self.version = -1
-        self.failure: Exception | None = None
-        """Why the engines did not load the last update."""
         self.failed: Callable[[], None] = lambda: None
-        """Is called at once when they do not, while the sender may still be sending."""
+        """Is called at once when the engines do not load an update, while the sender may still be sending."""
         self._control = control
+        self._version = -1
+        self._failure: Exception | None = None
+        self._has_ended = threading.Event()
+
+    def begin(self, version: int) -> None:
+        """Says that the next update is of this version."""
+        self._version, self._failure = version, None
+        self._has_ended.clear()
+
+    def failure(self, *, within_s: float) -> Exception | None:
+        """Returns why the engines did not load the update, if that is known in time."""
+        self._has_ended.wait(within_s)
+        return self._failure
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
         self._control.connect(init_info)
@@ -248,13 +264,14 @@ class TrainerClient:
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         assert isinstance(update_info, dict), "nccl and ipc describe an update in one dict"
-        self.failure = None
         try:
-            self._control.load(WeightHandle(version=self.version, update_info=_plain(update_info)))
+            self._control.load(WeightHandle(version=self._version, update_info=_plain(update_info)))
         except Exception as error:
-            self.failure = error
+            self._failure = error
             self.failed()
             raise
+        finally:
+            self._has_ended.set()
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         pass

@@ -64,7 +64,7 @@ def on_cpus(kind: str) -> None:
         def broadcast(self, tensor: Any, src: int) -> None:
             self.count += 1
             if self.gloo is not None:
-                self.gloo.broadcast([tensor], src).wait()
+                self.gloo.broadcast(tensor, src).wait()
             elif self.group.rank == src:
                 self.group.store.set(f"sent/{self.count}", tensor.numpy().tobytes())
                 others = self.group.world_size - 1
