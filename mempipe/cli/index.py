@@ -135,6 +135,8 @@ def _index_serve(arguments: argparse.Namespace) -> None:
 
     settings = {"index": arguments.index, "num_replicas": arguments.num_replicas} | parse_overrides(arguments.overrides)
     refuse(check_service(parse_section(settings, ServiceConfig), host=arguments.host, port=arguments.port))
+    from mempipe.serve.local import exit_now
     from mempipe.serve.retrieval import serve_index
 
     serve_index(settings, host=arguments.host, port=arguments.port)
+    exit_now()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 from pathlib import Path
@@ -62,8 +61,10 @@ def add_commands(commands: Any) -> None:
 def _serve(arguments: argparse.Namespace) -> None:
     settings = _service_settings(arguments)
     from mempipe.serve.agent import serve_agent
+    from mempipe.serve.local import exit_now
 
     serve_agent(settings, host=arguments.host, port=arguments.port)
+    exit_now()
 
 
 def _service_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -109,16 +110,14 @@ def _mcp(arguments: argparse.Namespace) -> None:
             pass_on(arguments.source, stdout)
             return
         from mempipe.serve.agent import served_agent
-        from mempipe.serve.local import free_port
+        from mempipe.serve.local import exit_now, free_port
 
         with served_agent(settings, host="127.0.0.1", port=free_port(), finishes=False) as (url, _):
             print(f"serving {arguments.source} at {url} until the MCP client ends", file=sys.stderr)
             pass_on(url, stdout)
             # Two seconds after the end of standard input, clients send SIGTERM, which would interrupt the end.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    # Two seconds later they send SIGKILL, and Python needs up to five seconds to unload its modules on a busy machine.
-    sys.stderr.flush()
-    os._exit(0)
+    exit_now()  # two seconds later they send SIGKILL
 
 
 def _ask(arguments: argparse.Namespace) -> int:

@@ -33,7 +33,7 @@ from mempipe.serve.agent_app import SLACK_S
 from mempipe.serve.config import ENGINES, AgentServiceConfig, Replicas
 from mempipe.serve.http import bodies, front, strangers
 from mempipe.serve.http.keys import load_keys
-from mempipe.serve.local import NO_ACCESS_LOG, local_serve
+from mempipe.serve.local import NO_ACCESS_LOG, local_serve, stop_at_signals
 from mempipe.serve.mcp.stdio import KEY_VARIABLE
 from mempipe.serve.replicas.agent_replica import AgentReplica
 from mempipe.serve.replicas.generator_replica import GeneratorReplica
@@ -247,13 +247,12 @@ def welcome_lines(url: str, served: ServedRun) -> list[str]:
 
 def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
     """Serves until Ctrl-C or SIGTERM (`mempipe serve`); SIGHUP loads new weights of the same run."""
-    stop, wake = threading.Event(), threading.Event()
+    wake = threading.Event()
     source = settings.get("run") or settings.get("checkpoint")
     with ExitStack() as stack:
         with waiting(f"starting the service of {source}"):
             url, service = stack.enter_context(served_agent(settings, host=host, port=port))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: (stop.set(), wake.set()))
+        stop = stop_at_signals(wake)
         signal.signal(signal.SIGHUP, lambda *_: wake.set())
         print(f"its logs, which say why a request failed, are in {logs_of_serve()}")
         print("\n".join(welcome_lines(url, service.served)), flush=True)
@@ -265,4 +264,4 @@ def serve_agent(settings: dict[str, Any], *, host: str, port: int) -> None:
                     print(f"serving weights {service.reload()}", flush=True)
                 except (ConfigError, RuntimeError, OSError) as error:  # the run's files may be on their way
                     print(f"the weights stay as they are: {' '.join(str(error).split())}", flush=True)
-        print("ending; requests in flight are finished first", flush=True)
+        print("ending; requests in flight are finished first, unless Ctrl-C is pressed again", flush=True)

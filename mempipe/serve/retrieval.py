@@ -6,7 +6,6 @@ Replicas on one machine share the index through the page cache, since its files 
 
 from __future__ import annotations
 
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from mempipe.progress import waiting
 from mempipe.retrieval.config import ServiceConfig
 from mempipe.retrieval.manifest import check_index
 from mempipe.retrieval.retriever import Retriever
-from mempipe.serve.local import NO_ACCESS_LOG, local_serve
+from mempipe.serve.local import NO_ACCESS_LOG, local_serve, stop_at_signals
 from mempipe.serve.replicas.own_port import listen_at_node
 from mempipe.serve.retrieval_app import RetrievalService, make_app
 from mempipe.serve.routing import ROUTER
@@ -90,12 +89,10 @@ def served(settings: dict[str, Any], *, host: str, port: int) -> Iterator[str]:
 
 def serve_index(settings: dict[str, Any], *, host: str, port: int) -> None:
     """Serves until Ctrl-C or SIGTERM (`mempipe index serve`)."""
-    stop = threading.Event()
     with ExitStack() as stack:
         with waiting(f"starting the service of {settings['index']}"):
             url = stack.enter_context(served(settings, host=host, port=port))
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stop.set())
+        stop = stop_at_signals(threading.Event())
         print(f"serving {settings['index']} at {url} until Ctrl-C; try")
         print(
             f"  curl {url}/search -H 'content-type: application/json' "

@@ -26,6 +26,7 @@ from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.replicas.generator_replica import GeneratorReplica, WrongWeights
 from mempipe.serve.served_run import ServedRun, resolve, weights_version
 from mempipe.settings import ConfigError
+from mempipe.stop import Interrupted
 from mempipe.types import Passage
 
 CONFIGS = Path(__file__).parents[2] / "jobs" / "configs"
@@ -304,3 +305,29 @@ def test_a_service_that_is_to_find_a_port_names_the_one_that_it_has_found(monkey
     monkeypatch.setattr(local, "serve", note)
     with local.local_serve("x", host="127.0.0.1", port=0, finishes=False) as url:
         assert started[0] > 0 and url == f"http://127.0.0.1:{started[0]}"
+
+
+def test_open_answers_are_finished_however_long_they_take_until_a_second_signal(monkeypatch):
+    """Serve's client waits for a minute; an answer may take five."""
+    waited: list[str] = []
+
+    def delete(name: str) -> None:
+        waited.append(name)
+        if len(waited) < 3:
+            raise TimeoutError(f"{name} was not deleted after 60s")
+
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(local, "SERVICE", {})
+    monkeypatch.setattr(local, "connected", lambda *_, **__: nullcontext())
+    monkeypatch.setattr(local, "serve", SimpleNamespace(start=lambda **_: None, delete=delete))
+    try:
+        stop = local.stop_at_signals(threading.Event())
+        with local.local_serve("agent", host="127.0.0.1", port=8000):
+            signal.raise_signal(signal.SIGTERM)
+            assert stop.is_set()
+        assert waited == 3 * ["agent"]
+        with pytest.raises(Interrupted):
+            signal.raise_signal(signal.SIGINT)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
