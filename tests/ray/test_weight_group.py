@@ -251,6 +251,7 @@ def placed(request: pytest.FixtureRequest) -> Iterator[Placed]:
         placed.close()
 
 
+@pytest.mark.jobs
 def test_an_engine_that_dies_while_it_samples_gets_the_weights_of_the_ranks_and_nobody_else_starts_again(placed):
     assert placed.served(0) == placed.served(1) == 1.0
     before = placed.pids()
@@ -281,6 +282,7 @@ def test_an_engine_that_dies_while_it_receives_is_replaced_within_the_sync(place
     assert after[1] != before[1] and [after[0], after[2]] == [before[0], before[2]]
 
 
+@pytest.mark.jobs
 def test_an_engine_that_dies_while_the_ranks_train_waits_for_the_next_sync(placed):
     placed.hold(3.0)
     before = placed.pids()
