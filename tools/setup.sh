@@ -16,7 +16,8 @@ install() { "$VENV/bin/python" tools/install.py "$@"; }
 cache=$VENV/uv-cache
 export UV_CACHE_DIR=${UV_CACHE_DIR:-$cache}
 
-if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; then
+# Not grep -q: it would end at the first GPU, and a nvidia-smi that has more to write would then fail.
+if command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep GPU >/dev/null; then
     extra=gpu
 else
     extra=cpu

@@ -49,6 +49,19 @@ def test_it_installs(tmp_path, more):
     assert installer.read_text().strip() == ("pip" if more else "uv")
 
 
+@pytest.mark.parametrize(("gpus", "found"), [("0 1 2 3", "gpu"), ("", "cpu")])
+def test_a_machine_with_several_gpus_gets_the_packages_for_them(tmp_path, gpus, found):
+    listing = f'for i in {gpus}; do echo "GPU $i: NVIDIA H100"; sleep 0.05; done; echo "that was all"'
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{listing}\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    lines = (ROOT / "tools" / "setup.sh").read_text().splitlines()
+    (asked,) = [line for line in lines if line.startswith("if command -v nvidia-smi")]
+    script = f"set -euo pipefail\n{asked}\necho gpu\nelse\necho cpu\nfi"
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run(["bash", "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == found
+
+
 def wheel(folder: Path, name: str) -> None:
     """Writes a package of one module."""
     folder.mkdir()
