@@ -213,7 +213,8 @@ class GpuWeightSender:
         try:
             self._engine.send_weights()
         except Exception:
-            self._abort()
+            if self._client.failure(within_s=0) is None:  # else the group is aborted already
+                self._abort()
             self._source.finish()  # the other ranks gather all weights together with this one
             # A broadcast may fail because of an engine whose death Ray tells a moment later.
             if failure := self._client.failure(within_s=_TOLD_S):
@@ -245,14 +246,14 @@ class TrainerClient:
         self._version = -1
         self._failure: Exception | None = None
         self._has_ended = threading.Event()
+        self._has_ended.set()  # no update is running
 
     def begin(self, version: int) -> None:
         """Says that the next update is of this version."""
         self._version, self._failure = version, None
-        self._has_ended.clear()
 
     def failure(self, *, within_s: float) -> Exception | None:
-        """Returns why the engines did not load the update, if that is known in time."""
+        """Returns why the engines did not load the running update, if that is known in time."""
         self._has_ended.wait(within_s)
         return self._failure
 
@@ -264,6 +265,7 @@ class TrainerClient:
 
     def update_weights(self, update_info: dict[str, Any] | list[dict[str, Any]]) -> None:
         assert isinstance(update_info, dict), "nccl and ipc describe an update in one dict"
+        self._has_ended.clear()
         try:
             self._control.load(WeightHandle(version=self._version, update_info=_plain(update_info)))
         except Exception as error:

@@ -519,13 +519,41 @@ def test_an_unknown_gpu_backend_is_refused():
         )
 
 
+def test_a_broadcast_that_fails_before_the_death_is_known_raises_the_death(monkeypatch):
+    """As with a communicator that notices a broken connection."""
+    asked, told = threading.Event(), threading.Event()
+
+    class Dying(RecordingControl):
+        def load(self, handle: WeightHandle) -> None:
+            asked.set()
+            told.wait(10)
+            raise EngineDead("Ray told it a moment later")
+
+    sender = GpuWeightSender(torch.nn.Linear(1, 1), dtype=torch.float32, control=Dying(), backend="nccl", rank=1)
+    engine: Any = sender._engine
+    engine.model_update_group = group = Hanging()
+    pool = ThreadPoolExecutor(1)
+
+    def send_weights() -> None:
+        pool.submit(engine.client.update_weights, {})
+        assert asked.wait(10)
+        raise ConnectionResetError("the connection is broken")
+
+    monkeypatch.setattr(engine, "send_weights", send_weights)
+    monkeypatch.setattr(engine.source, "finish", told.set)  # Ray tells it after the group was aborted
+    with pytest.raises(EngineDead, match="a moment later"):
+        sender.send(7)
+    assert group.group.store.keys[0] == MEMBER_LOST
+    pool.shutdown()
+
+
 def test_rank_0_hands_vllms_updates_to_the_engines_under_the_version_that_is_sent(monkeypatch):
     """CUDA IPC handles hold types that are no plain data; they arrive as vLLM's worker unpickles them."""
     from vllm.distributed.weight_transfer.ipc_engine import IPCWeightTransferUpdateInfo
 
     control = RecordingControl()
     client = TrainerClient(control)
-    client.version = 4
+    client.begin(4)
     client.init_weight_transfer_engine({"packed": False})
     shape = {"names": ["w"], "dtype_names": ["float32"], "shapes": [[2]]}
     client.start_weight_update()
