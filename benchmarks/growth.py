@@ -445,8 +445,8 @@ CURVES = {
     f"{SEARCHES} responses of a service": Curve(
         of="responses", sizes=(10, 100, 1000, 10_000, 100_000), prepare=responded, expected=0
     ),
-    "rows of an evaluation": Curve(of="questions", sizes=(100, 1000, 10_000, 100_000), prepare=kept, expected=1),
-    "report of an evaluation": Curve(of="questions", sizes=(100, 1000, 10_000, 100_000), prepare=reported, expected=1),
+    "rows of an evaluation": Curve(of="questions", sizes=(100, 1000, 10_000), prepare=kept, expected=1),
+    "report of an evaluation": Curve(of="questions", sizes=(100, 1000, 10_000), prepare=reported, expected=1),
     "page of a sweep": Curve(of="budgets", sizes=(1, 5, 10, 50), prepare=studied, expected=1),
     "read a document": Curve(of="tokens", sizes=(4000, 40_000, 400_000, 4_000_000), prepare=read, expected=1),
     "groups in flight": Curve(of="groups", sizes=(1, 8, 64, 512), prepare=in_flight, expected=1),

@@ -89,7 +89,8 @@ def _scaling(policy: PolicyModel) -> dict[str, float]:
 
 
 def _merge_lora(weights: dict[str, Tensor], scaling: dict[str, float]) -> None:
-    """Puts W + (B A) * scaling, as PEFT rounds it, under the base layer's name, in place."""
+    """Puts W + (B A) * scaling, as PEFT rounds it, under the base layer's name, in place. PEFT merges modules,
+    but a rank holds only shards of them."""
     for layer, factor in scaling.items():
         down = weights.pop(f"{layer}.lora_A.{ADAPTER}.weight")
         up = weights.pop(f"{layer}.lora_B.{ADAPTER}.weight")

@@ -56,7 +56,7 @@ def on_cpus(kind: str) -> None:
             self.group = StatelessProcessGroup.create(host, port, rank, world_size)
             self.gloo: Any = None
             if kind == "gloo":
-                store, limit = PrefixStore("gloo", self.group.store), timedelta(seconds=300)
+                store, limit = PrefixStore("gloo", self.group.store), timedelta(seconds=60)
                 self.gloo = ProcessGroupGloo(store, rank, world_size, limit)
             self.count = 0
             self.destroyed = False
