@@ -29,8 +29,7 @@ from mempipe.data.scripted_agents import (
     search_query,
 )
 from mempipe.data.world import World, make_questions, parse_question, stated_facts
-from mempipe.engines.tiny import build_tokenizer
-from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
+from mempipe.engines.tokenizer import HFTokenizer
 from mempipe.loader import load_config
 from mempipe.types import EndReason, Question, Trajectory
 from mempipe.user_code import load_user_object
@@ -46,13 +45,6 @@ QUICKSTARTS = {
 }
 AGENTS = tuple(name for name in BUILT_IN if agent_spec(name).script)
 SEARCHING = tuple(name for name in AGENTS if agent_spec(name).searches)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> HFTokenizer:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tokenizer(folder)
-    return load_tokenizer(str(folder))
 
 
 def script_of(agent: str) -> type[ScriptedAgent]:

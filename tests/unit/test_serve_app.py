@@ -36,8 +36,6 @@ from mempipe.api.reply import turn_lines
 from mempipe.data.objectives import joined_texts
 from mempipe.data.world import parse_question
 from mempipe.engines.config import SamplingConfig
-from mempipe.engines.tiny import build_tokenizer
-from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import load_config
 from mempipe.rollout import make_agent
@@ -52,13 +50,6 @@ GOLD = TWO_HOPS.golden_answers[0]
 CHAT = [{"role": "user", "content": TWO_HOPS.text}]
 KEY, RECORD = new_key("ann")
 OTHER_KEY, OTHER_RECORD = new_key("bob")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> HFTokenizer:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tokenizer(folder)
-    return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="module")

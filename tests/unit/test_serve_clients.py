@@ -18,8 +18,6 @@ from service_builders import CONFIGS, QUESTIONS, Service, build_service, config_
 from mempipe.answers.api import AnswerReply
 from mempipe.answers.conversation import fitted
 from mempipe.engines.config import SamplingConfig
-from mempipe.engines.tiny import build_tokenizer
-from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.loader import load_config
 from mempipe.openai_api.chat_api import ChatMessage, ChatRequest
 from mempipe.openai_api.chat_reading import history
@@ -29,13 +27,6 @@ from mempipe.serve.http.keys import new_key
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]
 IGNORED = "x-mempipe-ignored"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> HFTokenizer:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tokenizer(folder)
-    return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,6 @@ from service_builders import QUESTIONS, WORLD, Service, build_service, running, 
 import mempipe
 from mempipe.agents.mcp_client import McpServer, McpUnavailable
 from mempipe.answers.api import CorpusReply
-from mempipe.engines.tiny import build_tokenizer
-from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.faults import InfrastructureFault
 from mempipe.serve.http.keys import new_key
 from mempipe.serve.mcp.stdio import bridge, pass_on
@@ -33,13 +31,6 @@ ROOT = Path(__file__).parents[2]
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]
 TOOLS = {"ask", "search", "upload_document", "read_document"}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> HFTokenizer:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tokenizer(folder)
-    return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -11,19 +11,9 @@ import pytest
 from openai._resource import SyncAPIResource
 from service_builders import QUESTIONS, Service, build_service, config_of, running
 
-from mempipe.engines.tiny import build_tokenizer
-from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
-
 QUESTION = next(question for question in QUESTIONS if question.num_hops == 2)
 MESSAGES: Any = [{"role": "user", "content": QUESTION.text}]
 AGENTS = ("memsearcher", "react", "mem1")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> HFTokenizer:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tokenizer(folder)
-    return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -17,8 +17,6 @@ from openai.types.completion_create_params import CompletionCreateParamsBase
 from openai.types.responses.response_create_params import ResponseCreateParamsBase
 from service_builders import QUESTIONS, Service, build_service, config_with_instructions, running
 
-from mempipe.engines.tiny import build_tokenizer
-from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.openai_api.completions_api import CompletionRequest
 from mempipe.openai_api.responses_api import InputItem, ResponseRequest
 from mempipe.openai_api.responses_reading import read_items, read_response
@@ -29,13 +27,6 @@ from mempipe.serve.state.store import Store
 TWO_HOPS = next(question for question in QUESTIONS if question.num_hops == 2)
 GOLD = TWO_HOPS.golden_answers[0]
 IGNORED = "x-mempipe-ignored"
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> HFTokenizer:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tokenizer(folder)
-    return load_tokenizer(str(folder))
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,6 @@ import pytest
 from service_builders import QUESTIONS, build_service, config_of, running
 
 from mempipe.engines.config import SamplingConfig
-from mempipe.engines.tiny import build_tokenizer
-from mempipe.engines.tokenizer import HFTokenizer, load_tokenizer
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.replicas import traces
 from mempipe.serve.replicas.traces import SampledTraces
@@ -22,13 +20,6 @@ from mempipe.tracking.tracker import last_run_id
 from mempipe.types import Group
 
 QUESTION = QUESTIONS[0]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory) -> HFTokenizer:
-    folder = tmp_path_factory.mktemp("tiny")
-    build_tokenizer(folder)
-    return load_tokenizer(str(folder))
 
 
 def served(folder, uri: str) -> ServedRun:
