@@ -96,15 +96,16 @@ class WeightGroup:
 
     def _watch(self) -> None:
         while not self._ended.wait(LOOK_EVERY_S):
-            with self._turn:
+            try:
                 if self._version is None or not self._is_any_new():
                     continue
-                try:
-                    self._send(self._version)
-                except Exception as error:  # of any kind: nothing else would end the wait for a new engine
-                    if not self._ended.is_set():
-                        self._give_up(error)
-                    return
+                with self._turn:
+                    if self._version is not None and self._is_any_new():  # no sync has connected it meanwhile
+                        self._send(self._version)
+            except Exception as error:  # of any kind: nothing else would end the wait for a new engine
+                if not self._ended.is_set():  # else Ray has ended under this thread
+                    self._give_up(error)
+                return
 
     def _is_any_new(self) -> bool:
         """Returns whether an engine is up that is in no group. One that is dead or being loaded is not up yet."""
