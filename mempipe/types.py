@@ -248,6 +248,11 @@ class Context:
     ref_logprobs: Sequence[float] = field(default_factory=list)  # one per token, once the reference model has scored it
 
     @property
+    def num_tokens(self) -> int:
+        """Counts all tokens, also where a file was read without their ids."""
+        return len(self.loss_mask)
+
+    @property
     def num_sampled_tokens(self) -> int:
         """Counts the tokens in the loss."""
         return int(np.sum(self.loss_mask))

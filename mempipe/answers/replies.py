@@ -62,7 +62,7 @@ def _turn(context: Context, thought: str, messages: list[str], history: int, lim
         prompt_tokens=context.num_prompt_tokens,
         full_history_tokens=history,
         sampled_tokens=context.num_sampled_tokens + context.num_dropped_tokens,
-        context_tokens=len(context.token_ids),
+        context_tokens=context.num_tokens,
         generate_seconds=context.generate_seconds,
         search_seconds=context.search_seconds,
     )

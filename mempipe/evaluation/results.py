@@ -124,7 +124,7 @@ def result_row(group: Group, *, growing: bool, prompt_hash: str, depths: Sequenc
         end_reasons=[attempt.end_reason for attempt in attempts],
         context_tokens_by_turn=[context_tokens_by_turn(attempt, growing=growing) for attempt in attempts],
         sampled_tokens=[sum(context.num_sampled_tokens for context in attempt.contexts) for attempt in attempts],
-        total_tokens=[sum(len(context.token_ids) for context in attempt.contexts) for attempt in attempts],
+        total_tokens=[sum(context.num_tokens for context in attempt.contexts) for attempt in attempts],
         snapshots=sorted(
             {search.snapshot for attempt in attempts for context in attempt.contexts for search in context.searches}
         ),

@@ -99,7 +99,7 @@ def context_tokens_by_turn(trajectory: Trajectory, *, growing: bool) -> list[int
     it.
     """
     if not growing:
-        return [len(context.token_ids) for context in trajectory.contexts]
+        return [context.num_tokens for context in trajectory.contexts]
     return [end for context in trajectory.contexts for _, end in messages(context)]
 
 
@@ -133,7 +133,7 @@ def full_history_context_tokens(trajectory: Trajectory) -> list[int]:
     """
     prompts = full_history_tokens(trajectory)
     return [
-        len(context.token_ids) - context.num_prompt_tokens + prompt
+        context.num_tokens - context.num_prompt_tokens + prompt
         for context, prompt in zip(trajectory.contexts, prompts, strict=True)
     ]
 

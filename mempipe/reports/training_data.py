@@ -116,12 +116,14 @@ class ReportData:
 
 
 def read_report_data(folder: str | Path) -> ReportData:
-    """Reads the files that the run of this folder saved. Only config.yaml must exist."""
+    """Reads the files that the run of this folder saved, attempts without token ids. Only config.yaml must exist."""
     folder = Path(folder)
     metrics_file = folder / "metrics.jsonl"
     state = read_state(folder) if (folder / "state.json").exists() else {}
     evaluations = {label: folder / "evaluation" / f"{label}.parquet" for label in ("before", "after")}
-    groups = {label: read_trajectories(path) if path.exists() else [] for label, path in evaluations.items()}
+    groups = {
+        label: read_trajectories(path, tokens=False) if path.exists() else [] for label, path in evaluations.items()
+    }
     metrics = read_metrics(metrics_file) if metrics_file.exists() else []
     bad_lines = read_rows(metrics_file)[1] if metrics_file.exists() else []
     damage = [describe_bad_lines(metrics_file, bad_lines)] if bad_lines else []

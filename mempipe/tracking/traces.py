@@ -142,7 +142,7 @@ def _turn_span(
         "observation_tokens": context.num_observation_tokens,
         "new_memory_tokens": context.num_new_memory_tokens,
         "sampled_tokens": context.num_sampled_tokens,
-        "total_tokens": len(context.token_ids),
+        "total_tokens": context.num_tokens,
         "policy_versions": sorted({version for version in context.policy_versions if version >= 0}),
         "generate_seconds": context.generate_seconds,
         "search_seconds": context.search_seconds,
