@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, ParamSpec, Protocol
 
+import mmh3
 import numpy as np
 import numpy.typing as npt
 from pydantic import NonNegativeFloat, PositiveInt, ValidationError, validate_call
@@ -87,6 +88,9 @@ class HashingEncoder:
     A word weighs 1 + ln(its occurrences) in the text, plus `title_weight` when the title has it, so that the passage
     about an entity comes before those that mention it. Case, accents and `STOP_WORDS` do not count. `word_rules` are
     those of `words`; an index names the ones that it was built with.
+
+    MurmurHash3 (32 bits, signed, seed 0) decides a word's place and sign, as in scikit-learn's `FeatureHasher`, whose
+    import takes longer than everything else that a retriever does before its first search.
     """
 
     name = "hashing"
@@ -99,12 +103,9 @@ class HashingEncoder:
         title_weight: NonNegativeFloat = 2.0,
         word_rules: Literal[1, 2] = WORD_RULES,
     ) -> None:
-        from sklearn.feature_extraction import FeatureHasher
-
         self.dimension = dimension
         self.title_weight = title_weight
         self.word_rules = word_rules
-        self._hasher = FeatureHasher(dimension, alternate_sign=True)
 
     def spec(self) -> dict[str, Any]:
         return {
@@ -131,10 +132,12 @@ class HashingEncoder:
         return {word: 1.0 + math.log(count) for word, count in counts.items()}
 
     def _encode(self, weights: Sequence[Mapping[str, float]]) -> Vectors:
-        if not weights:  # which the hasher refuses
-            return np.empty((0, self.dimension), dtype=np.float32)
-        counts: Any = self._hasher.transform(iter(weights))
-        return _normalized(counts.toarray())
+        hashes = np.array([mmh3.hash(word) for of_words in weights for word in of_words], dtype=np.int64)
+        values = np.array([weight for of_words in weights for weight in of_words.values()])
+        rows = np.repeat(np.arange(len(weights)), np.fromiter(map(len, weights), int))
+        vectors = np.zeros((len(weights), self.dimension))
+        np.add.at(vectors, (rows, np.abs(hashes) % self.dimension), np.where(hashes < 0, -values, values))
+        return _normalized(vectors)
 
 
 _STOP_WORDS = (

@@ -4,13 +4,16 @@ that ties an index to its weights."""
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from sklearn.feature_extraction import FeatureHasher
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import (
@@ -28,12 +31,14 @@ from transformers import (
     XLMRobertaModel,
 )
 
+from mempipe.retrieval.build import build_index
 from mempipe.retrieval.encoders import (
     HashingEncoder,
     HFEncoder,
     SentenceTransformerEncoder,
     check_same_encoder,
     make_encoder,
+    words,
 )
 from mempipe.settings import ConfigError
 from mempipe.types import Passage
@@ -201,6 +206,40 @@ def test_a_text_without_any_token_has_the_vector_0(tmp_path):
 def test_no_texts_are_no_vectors(encoder):
     assert encoder.encode_queries([]).shape == encoder.encode_passages([]).shape == (0, 16)
     assert HashingEncoder(dimension=16).encode_queries([]).shape == (0, 16)
+
+
+@pytest.mark.parametrize("dimension", [7, 1024])
+def test_the_hashing_encoder_hashes_as_the_library_that_made_older_indexes(dimension):
+    """Both signs, several words in one place, several alphabets."""
+    passages = [
+        Passage(id=str(i), title=f"Łódź {i} 東京", text=f"été {i} {i + 1} Straße हिन्दी word{i} " * (i % 3 + 1))
+        for i in range(200)
+    ]
+    weights = [  # a word of the text counts 1 + ln(its occurrences), one of the title 2 more
+        {
+            word: (1 + math.log(in_text[word]) if word in in_text else 0.0) + (2.0 if word in in_title else 0.0)
+            for word in in_text | in_title
+        }
+        for in_text, in_title in ((Counter(words(p.text)), Counter(words(p.title))) for p in passages)
+    ]
+    expected = FeatureHasher(dimension).transform(weights).toarray().astype(np.float32)
+    expected /= np.linalg.norm(expected, axis=1, keepdims=True)
+    np.testing.assert_allclose(HashingEncoder(dimension=dimension).encode_passages(passages), expected, atol=2e-7)
+    assert (expected < 0).any() and (expected > 0).any()
+
+
+@pytest.mark.slow  # an interpreter
+def test_a_search_by_hashed_words_loads_no_library_that_it_does_not_call(tmp_path):
+    passages = [Passage(id="a", title="Lima", text="a city")]
+    build_index(passages, tmp_path / "index", encoder=HashingEncoder(), lexical=True)
+    code = (
+        "import sys\n"
+        "from mempipe.retrieval.retriever import Query, Retriever\n"
+        f"(found,) = Retriever({str(tmp_path / 'index')!r}).search([Query(text='Lima', num_passages=1)])\n"
+        "print(found.passages[0].id, sorted({'sklearn', 'scipy', 'torch', 'pandas'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[0] == "a []"
 
 
 def test_the_same_list_gives_the_same_bits_and_equal_texts_equal_vectors(bert):
