@@ -1,14 +1,17 @@
-"""Questions per second of an evaluation: our stream against the published harnesses' pool of blocking threads.
+"""Questions per second of an evaluation: our stream against raw vLLM, and against the published harnesses' pool of
+blocking threads.
 
-    python -m benchmarks.evaluation_throughput [--questions 1000] [--rounds 3] [--run FOLDER]
+    python -m benchmarks.evaluation_throughput [--questions 1000] [--rounds 3] [--run FOLDER] [--without-server]
 
 The quickstart's world with a briefly warm-started model, or any finished run with its own questions, index and trained
 weights; real engine and retriever.
-"stream" is what `mempipe evaluate` does: Ray Data, drivers with many questions under way. "threads" is a pool of 30
+"stream" is what `mempipe evaluate` does: Ray Data, drivers with many questions under way. "raw vLLM" samples as many
+tokens after the same prompts, all of which are queued at once: it parses, searches and waits for nothing
+(`benchmarks.rollout_throughput`). "threads" is a pool of 30
 threads, each with one question that blocks on every call of the same engine actor. "threads, HTTP" is what
 MemSearcher's and MEM1's evaluations do: the same pool, against a vLLM server of the same model, settings and threads.
 All ask the same questions, greedily; they alternate, the first round does not count, and a ratio is the median over
-rounds. The server idles while the others are measured, and they while it is.
+rounds. Each idles while the others are measured.
 """
 
 from __future__ import annotations
@@ -20,18 +23,23 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 
-from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run, warm_started
+import ray
+
+from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, RawEngine, of_run, recorded_calls, warm_started
 from benchmarks.rows import Row, record
 from mempipe import environment
 from mempipe.actors.cluster import connected
+from mempipe.actors.handles import Handle, start_actor
 from mempipe.actors.launch import RolloutActors
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.actors.standing import launch_rollout_actors
 from mempipe.agents.protocol import GenerateFn
+from mempipe.config import RunConfig
 from mempipe.data.qa import read_questions
 from mempipe.engines.config import EndpointConfig
 from mempipe.engines.endpoint import Endpoint
@@ -40,7 +48,7 @@ from mempipe.loader import load_config
 from mempipe.rollout import make_agent
 from mempipe.runs import Run
 from mempipe.streams.groups import stream_groups
-from mempipe.types import Question, Trajectory
+from mempipe.types import Group, Question, Trajectory
 from pipelines.prepare import prepare
 from tools.vllm_server import vllm_server
 
@@ -53,6 +61,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=3, help="rounds that count")
     parser.add_argument("--run", help="folder of a finished run")
+    parser.add_argument("--without-server", action="store_true", help="without the threads that ask a vLLM server")
     arguments = parser.parse_args()
     environment.prepare_process()
     with tempfile.TemporaryDirectory() as folder:
@@ -70,59 +79,77 @@ def main() -> None:
             config = config if run is None else warm_started(run, config, namespace)
             config = config.model_copy(update={"sampling": config.sampling.model_copy(update={"temperature": 0.0})})
             questions = read_questions(config.data.validation)[: arguments.questions]
-            server = vllm_server(config.model, config.generation, context_tokens=config.budget.context_tokens)
-            with launch_rollout_actors(config, namespace) as engines, server as url:
-                rounds = [measured(engines, url, questions, number) for number in range(arguments.rounds + 1)][1:]
+            with ExitStack() as stack:
+                engines = stack.enter_context(launch_rollout_actors(config, namespace))
+                raw = stack.enter_context(raw_engine(config))
+                url = "" if arguments.without_server else stack.enter_context(server_of(config))
+                rounds = [measured(engines, raw, url, questions, number) for number in range(arguments.rounds + 1)][1:]
     print(f"{os.cpu_count()} cores, {len(questions)} questions, medians of {len(rounds)} rounds")
     for name in rounds[0]:
         print(f"{name:<16}{statistics.median(rates[name] for rates in rounds):8.1f} questions/s")
-    stream, threads = ([rates[name] for rates in rounds] for name in ("stream", "threads"))
-    record(
-        Row(
-            name="evaluation",
-            unit="questions/s",
-            values=stream,
-            peer=f"{NUM_THREADS} threads",
-            of_peer=threads,
-            peer_is_own=True,
-        )
-    )
-    for name in ("threads", "threads, HTTP"):
+    unit, stream = "questions/s", [rates["stream"] for rates in rounds]
+    for name, peer, of_peer, is_own in (
+        ("evaluation", "raw vLLM, all queued", "raw vLLM", False),
+        ("evaluation, same engine", f"{NUM_THREADS} threads", "threads", True),
+    ):
+        others = [rates[of_peer] for rates in rounds]
+        record(Row(name=name, unit=unit, values=stream, peer=peer, of_peer=others, peer_is_own=is_own))
+    for name in [name for name in rounds[0] if name != "stream"]:
         ratios = [rates["stream"] / rates[name] for rates in rounds]
-        print(f"stream / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}, aim 3)")
+        print(f"stream / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
 
 
-def measured(engines: RolloutActors, url: str, questions: Sequence[Question], number: int) -> dict[str, float]:
-    """Measures the questions per second of every contestant, in one round."""
+@contextmanager
+def raw_engine(config: RunConfig) -> Iterator[Handle]:
+    raw = start_actor(
+        RawEngine,
+        {"num_cpus": 0},
+        config.model,
+        max_model_len=config.budget.context_tokens,
+        max_num_seqs=config.generation.max_num_seqs,
+        num_threads=config.generation.num_threads,
+    )
+    yield raw
+    ray.kill(raw)
+
+
+def server_of(config: RunConfig) -> AbstractContextManager[str]:
+    return vllm_server(config.model, config.generation, context_tokens=config.budget.context_tokens)
+
+
+def measured(
+    engines: RolloutActors, raw: Handle, url: str, questions: Sequence[Question], number: int
+) -> dict[str, float]:
+    """Measures the questions per second of every contestant, in one round; without a `url` not over HTTP."""
     config, tokenizer = engines.config, load_tokenizer(engines.config.model.path)
     replicas, stops = list(engines.generators.values()), sorted(tokenizer.stop_token_ids)
-    endpoint = EndpointConfig(url=url, model="m")
-    return {
-        "stream": streamed(engines, questions, number),
-        "threads": threaded(
-            engines,
-            questions,
-            lambda: (
-                GeneratorPool(
-                    replicas, config=config.generation, sampling=config.sampling, stop_token_ids=stops
-                ).generate
-            ),
-        ),
-        "threads, HTTP": threaded(
+    rate, groups = streamed(engines, questions, number)
+    _, seconds = ray.get(raw.replay.remote(recorded_calls(groups), temperature=0.0))
+    rates = {"stream": rate, "raw vLLM": len(questions) / seconds}
+
+    def to_actor() -> GenerateFn:
+        pool = GeneratorPool(replicas, config=config.generation, sampling=config.sampling, stop_token_ids=stops)
+        return pool.generate
+
+    rates["threads"] = threaded(engines, questions, to_actor)
+    if url:
+        endpoint = EndpointConfig(url=url, model="m")
+        rates["threads, HTTP"] = threaded(
             engines, questions, lambda: Endpoint(endpoint, sampling=config.sampling, tokenizer=tokenizer).generate
-        ),
-    }
+        )
+    return rates
 
 
-def streamed(engines: RolloutActors, questions: Sequence[Question], number: int) -> float:
-    """Starts its clock when the first question is asked, so that the start of the stream's processes does not count."""
+def streamed(engines: RolloutActors, questions: Sequence[Question], number: int) -> tuple[float, list[Group]]:
+    """Returns the rate, and what was answered. The clock starts when the first finished question was asked, so that the
+    start of the stream's processes does not count."""
     spec = engines.driver_spec(sampling=engines.config.sampling, group_size=1)
-    started, count = 0.0, 0
+    started, groups = 0.0, list[Group]()
     for group in stream_groups(spec, [(f"{number}/{question.id}", question) for question in questions]):
         started = started or time.perf_counter() - group.seconds
-        count += 1
-    assert count == len(questions)
-    return count / (time.perf_counter() - started)
+        groups.append(group)
+    assert len(groups) == len(questions)
+    return len(groups) / (time.perf_counter() - started), groups
 
 
 def threaded(engines: RolloutActors, questions: Sequence[Question], make_generate: Callable[[], GenerateFn]) -> float:

@@ -75,20 +75,27 @@ PARTS = {
         fast=("--contexts", "200", "--rounds", "3"),
         of_model=("--contexts", "48", "--model"),
     ),
-    "engine": Part(module="engine_calls"),
+    "engine": Part(module="engine_calls", fast=("--calls", "384"), of_model=("--calls", "48", "--model")),
     "agent loop": Part(
         module="rollout_throughput",
         thorough=("--skewed", "0"),
         fast=("--skewed", "0", "--steps", "3"),
         of_run=("--groups", "4", "--run"),
     ),
-    "evaluation": Part(module="evaluation_throughput", fast=("--questions", "300"), of_run=("--run",)),
-    "retrieval": Part(module="retrieval", fast=("--seconds", "1", "--passages", "100000")),
+    "evaluation": Part(
+        module="evaluation_throughput",
+        thorough=("--without-server",),
+        fast=("--without-server", "--questions", "200"),
+        of_run=("--run",),
+    ),
+    "retrieval": Part(module="retrieval", fast=("--seconds", "0.5", "--passages", "100000")),
     "driver": Part(
         module="driver_step", thorough=("--groups", "128", "--rounds", "3"), fast=("--groups", "64", "--rounds", "3")
     ),
     "weights": Part(module="weight_copy", of_model=("--model",)),
-    "documents": Part(module="memtrain_builder", fast=("--pivots", "64", "--rounds", "3"), of_model=("--tokenizer",)),
+    "documents": Part(
+        module="memtrain_builder", fast=("--pivots", "40", "--rounds", "3", "--workers", "2"), of_model=("--tokenizer",)
+    ),
     "service": Part(
         module="serving",
         thorough=("--only", "speed"),
@@ -244,7 +251,13 @@ def _number(value: float) -> str:
 
 
 def _range(values: Sequence[float]) -> str:
-    return f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})"
+    middle, least, most = map(_ratio, (statistics.median(values), min(values), max(values)))
+    return f"{middle} ({least} to {most})"
+
+
+def _ratio(value: float) -> str:
+    """Returns two digits that count, of a value below 1 as well."""
+    return f"{value:.2f}" if abs(value) >= 0.1 or not value else f"{value:#.2g}"
 
 
 if __name__ == "__main__":

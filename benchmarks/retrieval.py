@@ -5,9 +5,10 @@ faiss itself in batches of the same size, or tantivy.
 
 Every caller asks one new question after the other. "one at a time" is a server that makes each request's search by
 itself, one after the other, as MemSearcher's and Search-R1's do; "pool" is `RetrieverPool` over a `RetrieverActor`;
-"faiss alone" calls `index.search` in this process with batches as large as the pool's were on average, and neither
-encodes nor looks a passage up; "tantivy" searches and reads the passages in this process for one caller. They take
-turns within each round. The build rate is of the same run.
+"in process" is the `BatchingRetriever` of such an actor in the callers' process, without Ray; "faiss alone" calls
+`index.search` in this process with batches as large as those of "in process" were on average, and neither encodes nor
+looks a passage up; "tantivy" searches and reads the passages in this process for one caller. They take turns within
+each round. The build rate is of the same run.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from mempipe.retrieval.build import IndexBuild, build_index, passages_to_batch, 
 from mempipe.retrieval.config import IndexConfig, RetrievalConfig
 from mempipe.retrieval.encoders import HashingEncoder, make_encoder
 from mempipe.retrieval.manifest import read_manifest
-from mempipe.retrieval.retriever import Query, Retriever
+from mempipe.retrieval.retriever import BatchingRetriever, Query, Retriever
 from mempipe.retrieval.vectors import read_index, search_thread
 from mempipe.types import Passage
 
 NUM_PASSAGES = 5
 CALLERS = (1, 8, 64)
-ALONE, POOL = "one at a time", "pool"
+ALONE, POOL, IN_PROCESS = "one at a time", "pool", "in process"
 DIMENSION = 768
 WORDS = [f"w{i}" for i in range(20_000)]
 
@@ -66,11 +67,6 @@ class OneAtATime:
         return self._thread.submit(self._retriever.search, [Query(text=query, num_passages=num_passages)]).result()[0]
 
 
-class Counted(RetrieverActor):
-    async def num_batches(self) -> int:
-        return self._retriever.num_batches
-
-
 @dataclass
 class Rate:
     per_second: float
@@ -83,7 +79,7 @@ class Rate:
 class Round:
     rates: dict[str, Rate]
     batch: float
-    """Searches in a batch of the pool, on average."""
+    """Searches in a batch of the process's own, on average."""
     other: float
 
 
@@ -200,25 +196,28 @@ class Contest:
     async def rounds(self, *, callers: int, rounds: int, seconds: float) -> list[Round]:
         config = RetrievalConfig(index=str(self.index), mode=self.mode, timeout_s=600)
         alone = start_actor(OneAtATime, {"num_cpus": 0, "max_concurrency": 1}, str(self.index), self.mode)
-        actor = start_actor(Counted, {"num_cpus": 0, "max_concurrency": MAX_CALLS}, config)
+        actor = start_actor(RetrieverActor, {"num_cpus": 0, "max_concurrency": MAX_CALLS}, config)
         pool = RetrieverPool([actor], config=config)
-        ways = {
+        own = BatchingRetriever(Retriever(config.index, mode=config.mode), config)
+        ways: dict[str, Callable[[str], Awaitable[Any]]] = {
             ALONE: lambda text: alone.search.remote(text, NUM_PASSAGES),
             POOL: lambda text: pool.search(text, num_passages=NUM_PASSAGES, partition=""),
+            IN_PROCESS: lambda text: own.search(text, num_passages=NUM_PASSAGES),
         }
         for search in ways.values():
             await search("warm up")
         found = []
         for number in range(rounds):
-            before = await actor.num_batches.remote()
+            before = own.num_batches
             rates = {
                 name: await measured(
                     search, self.queries(1000 * number + callers + place), callers=callers, seconds=seconds
                 )
                 for place, (name, search) in enumerate(ways.items())
             }
-            batch = rates[POOL].count / max(await actor.num_batches.remote() - before, 1)
+            batch = rates[IN_PROCESS].count / max(own.num_batches - before, 1)
             found.append(Round(rates, batch, self.other_rate(max(round(batch), 1))))
+        own.close()
         for each in (alone, actor):
             ray.kill(each)
         return found
@@ -231,29 +230,27 @@ def compare(console: Console, contest: Contest, *, rounds: int, seconds: float) 
         table.add_column(column, justify="right" if column != "" else "left")
     for callers in CALLERS:
         found = asyncio.run(contest.rounds(callers=callers, rounds=rounds, seconds=seconds))
-        pool, alone = ([each.rates[name].per_second for each in found] for name in (POOL, ALONE))
+        pool, alone, own = ([each.rates[name].per_second for each in found] for name in (POOL, ALONE, IN_PROCESS))
         others = [each.other for each in found]
-        for name, rates in ((ALONE, alone), (POOL, pool), (contest.other, others)):
-            ratios = [own / other for own, other in zip(pool, rates, strict=True)]
+        for name, rates in ((ALONE, alone), (POOL, pool), (IN_PROCESS, own), (contest.other, others)):
+            ratios = [one / other for one, other in zip(pool, rates, strict=True)]
             cells = [
                 f"{median(getattr(each.rates[name], part) for each in found):,.1f}" if name != contest.other else ""
                 for part in ("p50_ms", "p99_ms")
             ]
-            batch = f"{median(each.batch for each in found):.1f}" if name == POOL else ""
+            batch = f"{median(each.batch for each in found):.1f}" if name == IN_PROCESS else ""
             ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if name != POOL else ""
             table.add_row(str(callers), name, f"{median(rates):,.1f}", *cells, batch, ratio)
+        name = f"{contest.title}, {callers} at a time"
         is_peer = contest.mode == "lexical"
-        row = Row(
-            name=f"search, {contest.title}, {callers} at a time",
-            unit="searches/s",
-            values=pool,
-            peer=contest.other if is_peer else ALONE,
-            of_peer=others if is_peer else alone,
-            peer_is_own=not is_peer,
-            limit="" if is_peer else contest.other,
-            of_limit=[] if is_peer else others,
+        yardstick: dict[str, Any] = (
+            {"peer": contest.other, "of_peer": others} if is_peer else {"limit": contest.other, "of_limit": others}
         )
-        record(row)
+        by_pool = yardstick if is_peer else yardstick | {"peer": ALONE, "of_peer": alone, "peer_is_own": True}
+        record(
+            Row(name=f"search, {name}", unit="searches/s", values=pool, **by_pool),
+            Row(name=f"search in one process, {name}", unit="searches/s", values=own, **yardstick),
+        )
     console.print(table)
 
 

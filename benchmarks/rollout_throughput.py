@@ -365,12 +365,12 @@ class RawEngine:
             skip_tokenizer_init=True,
         )
 
-    def replay(self, calls: Sequence[Call]) -> tuple[int, float]:
+    def replay(self, calls: Sequence[Call], *, temperature: float = 1.0) -> tuple[int, float]:
         """Samples after all prompts; returns the number of tokens and the seconds."""
         from vllm import SamplingParams
 
         params = [
-            SamplingParams(max_tokens=n, temperature=1.0, ignore_eos=True, logprobs=0, detokenize=False)
+            SamplingParams(max_tokens=n, temperature=temperature, ignore_eos=True, logprobs=0, detokenize=False)
             for _, n in calls
         ]
         started = time.perf_counter()

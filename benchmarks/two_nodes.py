@@ -299,8 +299,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--loss", type=float, default=0.01, help="share of packets that are dropped")
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=JOBS)
     parser.add_argument("--cut", nargs=2, metavar=("JOB", "SECONDS"), help="interrupt the link: train or serve")
-    parser.add_argument("--folder", type=Path, help="an absolute path of files, short for sockets (default: temporary)")
+    parser.add_argument("--folder", type=Path, help="an empty one with a short absolute path, for sockets")
     arguments = parser.parse_args(argv)
+    if arguments.folder is not None:
+        arguments.folder.mkdir(parents=True, exist_ok=True)
+        if any(arguments.folder.iterdir()):
+            parser.error(f"--folder: {arguments.folder} is not empty; its files would be taken for those of this run")
     if lacks := missing():
         parser.error(f"two network namespaces need what this machine lacks: {lacks}")
     cut = {}

@@ -42,9 +42,11 @@ def test_rows_are_written_only_where_they_are_asked_for(tmp_path, monkeypatch):
 
 
 def test_the_table_shows_medians_and_ranges():
-    assert table([RATE, TIME]).splitlines()[2:] == [
+    far = Row(name="copy", unit="ms", values=[500, 520], less_is_better=True, limit="bytes", of_limit=[10.4, 6.5])
+    assert table([RATE, TIME, far]).splitlines()[2:] == [
         "| loop | 90 tokens/s | vLLM: 100 | 0.90 (0.80 to 1.20) | – | – |",
         "| start | 4.5 s | – | – | imports: 2 | 0.45 (0.40 to 0.50) |",
+        "| copy | 510 ms | – | – | bytes: 8.45 | 0.017 (0.013 to 0.021) |",
     ]
 
 
