@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import random
+import signal
 import socket
 import subprocess
 import tempfile
@@ -178,17 +179,29 @@ class Running:
 
 
 def foreground(command: Sequence[str], *, stdout: int | None = None) -> None:
-    """Runs a command on this terminal to its end. Ctrl-C reaches both, and this process waits until the command has
-    saved its work; `subprocess.run` would kill it after a quarter of a second.
+    """Runs a command on this terminal to its end. Ctrl-C reaches both, and a SIGTERM for this process is passed on; it
+    waits until the command has saved its work. `subprocess.run` would kill the command after a quarter of a second, or
+    leave it to itself.
 
-    Raises CalledProcessError where the command fails, and SystemExit with code 130 after a Ctrl-C.
+    Raises CalledProcessError where the command fails, and SystemExit with code 130 after a Ctrl-C, 143 after a SIGTERM.
     """
+    told = []
+
+    def pass_on(number: int, _: object) -> None:
+        told.append(number)
+        process.send_signal(number)
+
     with subprocess.Popen(command, stdout=stdout) as process:
+        before = signal.signal(signal.SIGTERM, pass_on)
         try:
             process.wait()
         except KeyboardInterrupt:
             process.wait()
             raise SystemExit(130) from None
+        finally:
+            signal.signal(signal.SIGTERM, before)
+    if told:
+        raise SystemExit(143)
     if process.returncode:
         raise subprocess.CalledProcessError(process.returncode, command)
 

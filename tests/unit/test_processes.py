@@ -30,7 +30,8 @@ while time.monotonic() < end:
 
 
 SAVES = """
-import pathlib, time
+import pathlib, signal, time
+signal.signal(signal.SIGTERM, signal.default_int_handler)
 try:
     print("begun", flush=True)
     time.sleep(60)
@@ -92,7 +93,11 @@ def test_a_command_that_ends_before_its_time_fails_with_what_it_said(tmp_path: P
     assert (ends.wait().returncode, ends.stderr) == (1, "no room\n")
 
 
-def test_ctrl_c_waits_until_the_command_in_the_foreground_has_saved(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "to_all", "exit_code"), [(signal.SIGINT, True, 130), (signal.SIGTERM, False, 143)])
+def test_an_end_from_outside_waits_until_the_command_in_the_foreground_has_saved(
+    number: int, to_all: bool, exit_code: int, tmp_path: Path
+) -> None:
+    """A terminal tells all its processes, and `timeout`, a scheduler or a user the first one alone."""
     code = f"import sys; from tools.processes import foreground; foreground([sys.executable, '-c', {SAVES!r}])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
@@ -104,6 +109,6 @@ def test_ctrl_c_waits_until_the_command_in_the_foreground_has_saved(tmp_path: Pa
         start_new_session=True,
     ) as process:
         assert process.stdout is not None and process.stdout.readline() == b"begun\n"
-        os.killpg(process.pid, signal.SIGINT)
+        (os.killpg if to_all else os.kill)(process.pid, number)
         _, said = process.communicate(timeout=60)
-    assert (process.returncode, said) == (130, b"") and (tmp_path / "saved").exists()
+    assert (process.returncode, said) == (exit_code, b"") and (tmp_path / "saved").exists()
