@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
 from ray._private.node import Node
 from ray.exceptions import RayActorError, RayError
 
@@ -63,6 +63,7 @@ NODE_STARTS = 4
 """How often a node is started at most."""
 UNUSED_PROCESSES = ("start_monitor", "start_api_server", "start_log_monitor")
 """Methods of Ray's Node that start processes which a local cluster does not use."""
+IDLE_AGENT = Path(__file__).with_name("idle_agent.py")
 _WAKE = signal.SIGUSR2  # Ray Tune takes SIGUSR1
 
 
@@ -78,25 +79,36 @@ def check_unconnected() -> None:
 
 @contextmanager
 def connected(
-    address: str, *, name: str, model: ModelConfig | None = None, logs: Path | None = None, if_lost: str = RESUME
+    address: str,
+    *,
+    name: str,
+    model: ModelConfig | None = None,
+    logs: Path | None = None,
+    metrics: bool = True,
+    if_lost: str = RESUME,
 ) -> Iterator[str]:
     """Connects to Ray for the block and yields the run's namespace: to `address`, else RAY_ADDRESS, else to a new local
     cluster with an object store sized for `model`. Disconnects at the end (a local cluster stops).
 
     What is left in the temporary folder goes with the connection. When the run fails, the ends of the logs of a local
-    cluster are kept in `logs`. Raises LaunchError when there is no cluster, ClusterLost when it ends meanwhile (its
-    message ends with `if_lost`, which says what to do), and ConfigError as `check_unconnected` does.
+    cluster are kept in `logs`. Without `metrics` a local cluster has no port for Prometheus. Raises LaunchError when
+    there is no cluster, ClusterLost when it ends meanwhile (its message ends with `if_lost`, which says what to do),
+    and ConfigError as `check_unconnected` does.
     """
     check_unconnected()
     with (
         scratch_folder(logs=logs) as temporary,
-        _connection(address, name=name, model=model, temporary=temporary, if_lost=if_lost) as namespace,
+        _connection(
+            address, name=name, model=model, temporary=temporary, metrics=metrics, if_lost=if_lost
+        ) as namespace,
     ):
         yield namespace
 
 
 @contextmanager
-def _connection(address: str, *, name: str, model: ModelConfig | None, temporary: Path, if_lost: str) -> Iterator[str]:
+def _connection(
+    address: str, *, name: str, model: ModelConfig | None, temporary: Path, metrics: bool, if_lost: str
+) -> Iterator[str]:
     namespace = f"mempipe-{name}-{uuid.uuid4().hex[:8]}"
     address = address or os.environ.get("RAY_ADDRESS", "")
     prepare_process()
@@ -119,7 +131,7 @@ def _connection(address: str, *, name: str, model: ModelConfig | None, temporary
                 ray.init(**options)
             else:
                 with children_ignore_sighup():
-                    _start_node(options)
+                    _start_node(options, metrics=metrics)
     except OSError as error:
         if not address:
             raise LaunchError(f"Ray did not start: {one_line(error)}") from error
@@ -290,13 +302,13 @@ def _end_streams() -> None:
         stream.join(STREAM_END_S)
 
 
-def _start_node(options: Mapping[str, Any]) -> None:
+def _start_node(options: Mapping[str, Any], *, metrics: bool) -> None:
     """Starts a local cluster; a node that does not come up in time is started again, NODE_STARTS times in all."""
     me = psutil.Process()
     before = set(me.children(recursive=True))
     for start in range(1, NODE_STARTS + 1):
         try:
-            with _on_loopback(), _needed_processes_only():
+            with _on_loopback(), _needed_processes_only(metrics=metrics):
                 ray.init(**options)
             return
         except Exception as error:
@@ -329,18 +341,27 @@ def _on_loopback() -> Iterator[None]:
 
 
 @contextmanager
-def _needed_processes_only() -> Iterator[None]:
+def _needed_processes_only(*, metrics: bool) -> Iterator[None]:
     """Makes the node that is started inside the block start without the processes that a local cluster does not use:
     the monitor that adds nodes, the server of a dashboard that is switched off, and the one that hands the lines of the
-    logs to a driver that does not print them. They need 4 seconds of a core at the start and 1.5 per minute. No public
-    argument omits them.
+    logs to a driver that does not print them. They need 4 seconds of a core at the start and 1.5 per minute. Without
+    `metrics` IDLE_AGENT replaces the agent that collects them. No public argument omits them.
     """
     before = {name: getattr(Node, name) for name in UNUSED_PROCESSES}
+    python = services._build_python_executable_command_memory_profileable
+
+    def command(component: str, *arguments: Any, **options: Any) -> list[str]:
+        if component == ray_constants.PROCESS_TYPE_DASHBOARD_AGENT and not metrics:
+            return [sys.executable, "-I", "-S", str(IDLE_AGENT)]  # Ray appends its own agent and the arguments
+        return python(component, *arguments, **options)
+
     try:
+        services._build_python_executable_command_memory_profileable = command
         for name in before:
             setattr(Node, name, lambda *_, **__: None)
         yield
     finally:
+        services._build_python_executable_command_memory_profileable = python
         for name, start in before.items():
             setattr(Node, name, start)
 

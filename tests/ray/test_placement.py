@@ -101,7 +101,7 @@ def gpu_cluster() -> Iterator[None]:
     os.environ.update(EVERY_PROCESS)
     options = {"num_gpus": NUM_GPUS, "num_cpus": 4, "object_store_memory": 256 * 2**20, "namespace": "placement"}
     options |= {"include_dashboard": False, "_node_ip_address": "127.0.0.1", "log_to_driver": False}
-    _start_node(options)  # and again where the machine is so busy that Ray gives the first one up
+    _start_node(options, metrics=False)  # and again where the machine is so busy that Ray gives the first one up
     yield
     ray.shutdown()
 

@@ -44,9 +44,10 @@ def check_processes():
     assert any("gcs_server" in command for command in commands), commands
     unused = [each for each in commands if any(name in each for name in ("monitor.py", "dashboard.py", "log_monitor"))]
     assert not unused, unused
+    assert [node["MetricsExportPort"] for node in ray.nodes()] == [-1], "no agent collects metrics"
 
 before = {*Path("/tmp/ray").glob("session_*")}  # of other commands, whose numbers may begin as this one's does
-with connected("", name="leaver", logs=Path(sys.argv[1])):
+with connected("", name="leaver", logs=Path(sys.argv[1]), metrics=False):
     leaver = start_actor(Leaver, {})
     left = ray.get(leaver.leave.remote())
     check_ports(leaver)

@@ -44,7 +44,7 @@ def test_a_node_that_is_late_is_started_once_more(monkeypatch, capsys):
             raise Exception("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "init", init)
-    cluster._start_node({"namespace": "x"})
+    cluster._start_node({"namespace": "x"}, metrics=True)
     assert started == [{"namespace": "x"}] * 2
     assert capsys.readouterr().out.count(cluster.NODE_IS_LATE) == 1
 
@@ -110,7 +110,7 @@ def test_the_start_of_a_node_leaves_the_variables_of_the_user_as_they_are(monkey
     name = cluster.ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR
     for of_user in ("1", None):
         monkeypatch.setenv(name, "1") if of_user else monkeypatch.delenv(name)
-        cluster._start_node({})
+        cluster._start_node({}, metrics=True)
         assert os.environ.get(name) == of_user
     assert seen == ["0", "0"] and cluster.ray_constants.ENABLE_RAY_CLUSTER
 
