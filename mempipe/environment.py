@@ -32,6 +32,8 @@ LOCAL_CLUSTER = {
     "RAY_agent_register_timeout_ms": "300000",
     # A node that is not up by then never is: it has ended because an agent took 15 s to start, and nobody was told.
     "RAY_raylet_start_wait_time_s": "45",
+    # Ray would start a worker for each core beforehand; most roles have variables, and take none of them.
+    "RAY_prestart_worker_first_driver": "0",
 }
 """Variables of the Ray node that a run starts for itself."""
 

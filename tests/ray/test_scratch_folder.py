@@ -42,7 +42,8 @@ def check_ports(leaver):
 def check_processes():
     commands = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
     assert any("gcs_server" in command for command in commands), commands
-    unused = [each for each in commands if any(name in each for name in ("monitor.py", "dashboard.py", "log_monitor"))]
+    names = ("monitor.py", "dashboard.py", "log_monitor", "ray::IDLE", "default_worker.py")
+    unused = [each for each in commands if any(name in each.partition(" --")[0] for name in names)]
     assert not unused, unused
     assert [node["MetricsExportPort"] for node in ray.nodes()] == [-1], "no agent collects metrics"
 
