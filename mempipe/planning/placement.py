@@ -12,6 +12,7 @@ docs/scale.md has the rules with examples. Nothing here imports ray or torch.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -355,16 +356,19 @@ def _divided(config: RunConfig, made: Placement, gpu_bytes: int | None) -> Place
         share = min(config.generation.gpu_memory_utilization, UNKNOWN_UTILIZATION)
         return replace(made, gpu_memory_utilization=share, sleeps=True)
     lowest, highest = share_bounds(config, shape, gpu_bytes=gpu_bytes, tensor_parallel=made.tensor_parallel)
-    excess = ""
+
+    def excess(plan: Placement) -> str:
+        return plan.ledger(config, shape, gpu_bytes=gpu_bytes).excess()
+
+    plans: list[Placement] = []
     for sleeps in (False, True):
-        for hundredths in range(highest, lowest - 1, -1):
-            tried = replace(made, gpu_memory_utilization=hundredths / 100, sleeps=sleeps)
-            excess = tried.ledger(config, shape, gpu_bytes=gpu_bytes).excess()
-            if not excess:
-                return tried
+        plans = [replace(made, gpu_memory_utilization=i / 100, sleeps=sleeps) for i in range(lowest, highest + 1)]
+        num_fitting = bisect_left(plans, True, key=lambda plan: excess(plan) != "")  # more is needed with a larger part
+        if num_fitting:
+            return plans[num_fitting - 1]
     raise ConfigError(
         f"placement: a GPU of {gpu_bytes / GIB:.0f} GiB that all roles share over {made.num_ranks} ranks has no room, "
-        f"also when engines sleep while the learner works: {excess}"
+        f"also when engines sleep while the learner works: {excess(plans[0])}"
     )
 
 

@@ -33,6 +33,7 @@ from mempipe.planning.ledger import (
     PHASES,
     RESERVED,
     SPARE,
+    Ledger,
     cache_bytes,
     engine_held,
     engine_needs,
@@ -201,6 +202,25 @@ def test_a_reference_on_the_gpu_of_a_rank_counts_with_it():
     )
     (problem,) = [finding.text for finding in said(config, 3) if finding.fatal]
     assert "of a GPU of 79.2 GiB at most 74.4 are planned" in problem
+
+
+def test_the_part_of_an_engine_is_the_largest_that_fits_and_is_found_in_a_few_tries(monkeypatch):
+    tried = []
+    ledger = Placement.ledger
+
+    def counted(made: Placement, *args: Any, **kwargs: Any) -> Ledger:
+        tried.append(made.gpu_memory_utilization)
+        return ledger(made, *args, **kwargs)
+
+    monkeypatch.setattr(Placement, "ledger", counted)
+    config, gpu_bytes = preset("3b"), int(139.8 * GIB)
+    made = plan(config, Demand.of_training(config), [1], gpu_bytes=gpu_bytes)
+    assert len(tried) <= 8, tried
+    more = replace(made, gpu_memory_utilization=round(made.gpu_memory_utilization + 0.01, 2))
+    shape = KNOWN[config.model.path]
+    assert made.gpu_memory_utilization < config.generation.gpu_memory_utilization
+    assert not made.ledger(config, shape, gpu_bytes=gpu_bytes).excess()
+    assert more.ledger(config, shape, gpu_bytes=gpu_bytes).excess()
 
 
 def test_a_gpu_that_all_roles_share_is_never_full():
