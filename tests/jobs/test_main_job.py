@@ -64,7 +64,7 @@ SHORT = [
 CHECKPOINTS = ["checkpoint.every_steps=1", f"checkpoint.keep={NUM_STEPS}"]
 FEW = 12
 """Questions of those, for what is slow."""
-NUM_ATTEMPTS = 8
+NUM_ATTEMPTS = 4
 """At each of them, where attempts are sampled."""
 START = Position()
 
@@ -480,8 +480,8 @@ def test_the_reward_rises(job, started):
 
     Exact match of greedy answers jumps: the likeliest memory is the useless one until a useful one has half of the
     probability. But a run that learnt nothing (lr 1e-12) gave the greedy answers of before, so any rise tells. The
-    mean of sampled attempts moves steadily, with a standard error of 0.016. At the quickstart's learning rate it rose
-    by 0.18 to 0.24 in five runs. At 8e-4 it rose by 0.02 to 0.20 in thirteen, since the first updates move the policy
+    mean of sampled attempts moves steadily, with a standard error of 0.023. At the quickstart's learning rate it rose
+    by 0.17 to 0.24 in six runs. At 8e-4 it rose by 0.02 to 0.20 in thirteen, since the first updates move the policy
     so far that the samples of the next step are of another one (mismatch KL up to 0.13; 0.04 at 5e-4).
 
     The share of kept facts rose in most of these runs, but fell by 0.03 in one whose exact match rose. So six steps
@@ -492,7 +492,7 @@ def test_the_reward_rises(job, started):
     assert report["em_end"] > report["em_start"], report
     before, after = ([*played.values()] for played in (started.before, started.after))
     assert len(before) == len(after) == NUM_QUESTIONS
-    assert _share_right(after) > _share_right(before) + 0.03
+    assert _share_right(after) > _share_right(before) + 0.045
 
 
 def _share_right(groups: list[Group]) -> float:
