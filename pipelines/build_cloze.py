@@ -68,7 +68,7 @@ def build_cloze(
     with whole_folder(folder) as partial:
         file = partial / "corpus.parquet"
         read = _write_corpus(corpus, file, fallback=fallback, words=config.passage_words)
-        with connected(ray_address, name=name, metrics=False):
+        with connected(ray_address, name=name):
             num_passages = _write_candidates(str(file), partial / "candidates", config)
         found = sorted((partial / "candidates").glob("*.parquet"))  # by polars a bracket in the path would be a pattern
         made = choose_questions(pl.scan_parquet(found, glob=False), num_passages, config)

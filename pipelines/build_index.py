@@ -40,7 +40,7 @@ def main(config: IndexConfig) -> Manifest:
         if build.changed_texts:
             say(f"{build.changed_texts} has changed since the build that was interrupted: its passages are read again")
         say("connecting to Ray, starting encoders")
-        with connected(config.ray_address, name="index", metrics=False), Progress("passages", total=None) as progress:
+        with connected(config.ray_address, name="index"), Progress("passages", total=None) as progress:
             if known := sum(segment.count for segment in build.segments()):
                 progress.note(f"continuing with {build.folder}, where {known} passages were read")
             for count in stream_segments(config, files, folder=build.folder):

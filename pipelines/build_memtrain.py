@@ -83,7 +83,7 @@ def main(config: DocumentsConfig) -> Path:
         _clear(folder)
         return folder
     order = np.random.default_rng(config.seed).permutation(num_passages)
-    with connected(config.ray_address, name=config.name, metrics=False):
+    with connected(config.ray_address, name=config.name):
         common = _count(folder / ENTITIES, order, config)
         parts = _make(folder / PARTS, order, config, common)
     rejected = _finish(folder, parts, config)

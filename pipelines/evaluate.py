@@ -138,9 +138,7 @@ class Evaluations:
         if self._standing is None:
             say("connecting to Ray")
             logs = suite.folder / "ray_logs"
-            namespace = self._stack.enter_context(
-                connected(suite.ray_address, name=suite.name, logs=logs, metrics=False)
-            )
+            namespace = self._stack.enter_context(connected(suite.ray_address, name=suite.name, logs=logs))
             self._standing = self._stack.enter_context(StandingActors(namespace))
         standing = self._standing
         standing.expect([each.config for each in unfinished if each.run.endpoint is None])

@@ -87,7 +87,7 @@ def run_missing(sweep: SweepConfig, planned: Sequence[Trial]) -> None:
         return
     model = next((trial.training.model for trial in planned if trial.training is not None), None)
     failed: dict[str, str] = {}
-    with connected(sweep.ray_address, name=sweep.name, model=model, metrics=False):
+    with connected(sweep.ray_address, name=sweep.name, model=model):
         reached("sweep")
         gpus = cluster_gpus()
         places = trials_at_once(planned, gpus)

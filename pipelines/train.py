@@ -108,7 +108,7 @@ def _run(run: Run, config: RunConfig, stop: StopRequest) -> Run:
                 read_state(verified)  # raises CheckpointError for a damaged one
         say("connecting to Ray")
         with connected(
-            config.ray_address, name=config.name, model=config.model, logs=run.folder / "ray_logs", metrics=False
+            config.ray_address, name=config.name, model=config.model, logs=run.folder / "ray_logs"
         ) as namespace:
             reached("connected")
             tracker = TrackerFront(config)

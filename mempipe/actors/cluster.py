@@ -84,7 +84,7 @@ def connected(
     name: str,
     model: ModelConfig | None = None,
     logs: Path | None = None,
-    metrics: bool = True,
+    metrics: bool = False,
     if_lost: str = RESUME,
 ) -> Iterator[str]:
     """Connects to Ray for the block and yields the run's namespace: to `address`, else RAY_ADDRESS, else to a new local

@@ -32,7 +32,7 @@ def local_serve(name: str, *, host: str, port: int, finishes: bool = True) -> It
     for variable, value in SERVICE.items():
         os.environ.setdefault(variable, value)
     logging.getLogger("ray.serve").setLevel(logging.WARNING)
-    with connected("", name=name, if_lost=START_AGAIN):
+    with connected("", name=name, metrics=True, if_lost=START_AGAIN):
         serve.start(http_options={"host": host, "port": port}, logging_config=NO_ACCESS_LOG)
         yield f"http://{'127.0.0.1' if host == '0.0.0.0' else host}:{port}"
         if finishes:

@@ -439,7 +439,7 @@ def started(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Star
     exported = _with(config, model={"path": str(job.folder / "huggingface")})
     with (
         _actors_of_this_test(),
-        connected(config.ray_address, name=config.name, metrics=False) as namespace,
+        connected(config.ray_address, name=config.name) as namespace,
         launch(exported, namespace) as roles,
     ):
         roles.wait()

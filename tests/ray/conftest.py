@@ -9,6 +9,6 @@ from mempipe.actors.cluster import connected
 @pytest.fixture(scope="module")
 def cluster(world):
     """A namespace on a cluster of the module's own."""
-    with connected(world.ray_address, name=world.name, metrics=False) as namespace:
+    with connected(world.ray_address, name=world.name) as namespace:
         yield namespace
     assert not ray.is_initialized()

@@ -66,7 +66,7 @@ class Rank:
 
 @pytest.fixture(scope="module", autouse=True)
 def on_ray() -> Iterator[None]:
-    with connected("", name="deaths", metrics=False):
+    with connected("", name="deaths"):
         yield
 
 

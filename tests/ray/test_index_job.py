@@ -122,7 +122,7 @@ def test_a_bad_row_ends_the_job_with_its_file_and_line_and_no_trace(folder, bad_
 
 @pytest.fixture(scope="module")
 def on_ray() -> Iterator[None]:
-    with connected("", name="shards", metrics=False):
+    with connected("", name="shards"):
         yield
 
 

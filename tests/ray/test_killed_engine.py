@@ -123,7 +123,7 @@ class EngineActor(GeneratorActor):
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Handle]:
-    with connected("", name="kills", metrics=False):
+    with connected("", name="kills"):
         store = start_actor(WeightStore, {"name": "weights", "num_cpus": 0})
         engine = start_actor(EngineActor, RESTARTABLE | {"num_cpus": 0})
         ray.get(store.put.remote([ray.put(WeightHandle(version=3))], 3))

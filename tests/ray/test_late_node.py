@@ -49,7 +49,7 @@ def stopped_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[psutil.Proce
 
 def test_a_late_node_is_started_again_and_leaves_nothing(stopped_agent, capsys):
     before = set(psutil.Process().children(recursive=True))
-    with connected("", name="late", metrics=False):
+    with connected("", name="late"):
         assert ray.get(ray.remote(lambda: "at work").remote()) == "at work"
         assert len(stopped_agent) == 1
         new = set(psutil.Process().children(recursive=True)) - before

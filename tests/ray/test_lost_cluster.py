@@ -25,7 +25,7 @@ class Silent:
         await asyncio.Event().wait()
 
 try:
-    with connected("", name="lost", metrics=False):
+    with connected("", name="lost"):
         silent = ray.remote(num_cpus=0)(Silent).remote()
         never = silent.never.remote()
         print("up", flush=True)

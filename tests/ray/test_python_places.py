@@ -52,7 +52,7 @@ def run(output: Path) -> mempipe.Run:
 def own_ray(run: mempipe.Run) -> Iterator[None]:
     """A Ray that the user has started after the training: `ray.init`, once more where the node is late."""
     options = {"num_cpus": 1, "include_dashboard": False, "log_to_driver": False, "object_store_memory": 128 * 2**20}
-    cluster._start_node(options | {"_node_ip_address": cluster.LOOPBACK}, metrics=True)
+    cluster._start_node(options | {"_node_ip_address": cluster.LOOPBACK}, metrics=False)
     yield
     ray.shutdown()
 

@@ -48,7 +48,7 @@ def check_processes():
     assert [node["MetricsExportPort"] for node in ray.nodes()] == [-1], "no agent collects metrics"
 
 before = {*Path("/tmp/ray").glob("session_*")}  # of other commands, whose numbers may begin as this one's does
-with connected("", name="leaver", logs=Path(sys.argv[1]), metrics=False):
+with connected("", name="leaver", logs=Path(sys.argv[1])):
     leaver = start_actor(Leaver, {})
     left = ray.get(leaver.leave.remote())
     check_ports(leaver)

@@ -243,7 +243,7 @@ class Placed:
 
 @pytest.fixture(scope="module", params=["silent", pytest.param("gloo", marks=pytest.mark.jobs)])
 def placed(request: pytest.FixtureRequest) -> Iterator[Placed]:
-    with connected("", name="groups", metrics=False):
+    with connected("", name="groups"):
         placed = Placed(request.param)
         placed.hold(1.0)
         placed.group.send(1)
