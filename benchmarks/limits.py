@@ -7,7 +7,7 @@ Each part is a benchmark of its own, run alone in its own process; `--fast` make
 learner, reference, weights and documents take that model; with `--run` agent loop, evaluation and service take
 the trained agent of a run, without which the service is left out. The rows are kept in `--file` with commit and
 machine. `--compare` measures nothing: it says which rows of the newest commit on this machine are slower than those of
-another commit by more than their spread, and ends with 1 when there are some. Rounds of several runs of a commit count
+another commit by more than chance, and ends with 1 when there are some. Rounds of several runs of a commit count
 together. A commit whose files were changed is another one, COMMIT+.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from scipy.stats import mannwhitneyu
 
 from benchmarks.rows import RECORD, Row, read_rows
 from tools.guard import leave_nothing_behind
@@ -37,6 +39,8 @@ ROOT = Path(__file__).parents[1]
 LEAST_SLOWDOWN = 0.05
 """A row that lost less than this share is not called slower, however small its spread is."""
 LEAST_ROUNDS = 3
+LEVEL = 0.01
+"""Probability with which equal commits may be told apart, where there are enough rounds. A table has 30 rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +94,7 @@ PARTS = {
     ),
     "retrieval": Part(module="retrieval", fast=("--seconds", "0.5", "--passages", "100000")),
     "driver": Part(
-        module="driver_step", thorough=("--groups", "128", "--rounds", "3"), fast=("--groups", "64", "--rounds", "3")
+        module="driver_step", thorough=("--groups", "128", "--rounds", "7"), fast=("--groups", "64", "--rounds", "7")
     ),
     "weights": Part(module="weight_copy", of_model=("--model",)),
     "documents": Part(
@@ -214,14 +218,16 @@ def _scores(kept: Iterable[dict[str, Any]]) -> dict[tuple[str, str, bool, str], 
 
 
 def judge(before: Sequence[float], after: Sequence[float]) -> tuple[str, float]:
-    """Returns "slower", "faster" or "" and the change of the median. A change counts when the ranges over the rounds
-    do not meet and the median moved by at least `LEAST_SLOWDOWN`; fewer than `LEAST_ROUNDS` have no range."""
+    """Returns "slower", "faster" or "" and the change of the median. A change counts when the median moved by at least
+    `LEAST_SLOWDOWN` and a one-sided rank test of the rounds (Mann-Whitney) tells them apart at `LEVEL`; where the
+    rounds are too few for that level, when their ranges do not meet. Fewer than `LEAST_ROUNDS` have no range."""
     change = statistics.median(after) / statistics.median(before) - 1
     if min(len(before), len(after)) < LEAST_ROUNDS:
         return "too few rounds", change
-    if change < -LEAST_SLOWDOWN and max(after) < min(before):
-        return "slower", change
-    return ("faster" if change > LEAST_SLOWDOWN and min(after) > max(before) else ""), change
+    word, way = ("slower", "less") if change < 0 else ("faster", "greater")
+    level = max(LEVEL, 1 / math.comb(len(before) + len(after), len(after)))
+    p_value = mannwhitneyu(after, before, alternative=way, method="exact").pvalue
+    return (word if abs(change) >= LEAST_SLOWDOWN and p_value <= level * (1 + 1e-9) else ""), change
 
 
 def commit() -> str:
