@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import httpx
@@ -112,6 +112,18 @@ def is_cut_off(address: tuple[str, int], first: bytes, then: bytes) -> bool:
             return False
         except ConnectionError:
             return psutil.Process().memory_info().rss < before + MAY_GROW
+
+
+@pytest.mark.parametrize("before", [b"", head("/v1/models", length=2, **BEARER) + b"ab"])
+def test_a_header_of_more_than_64_kibibytes_is_refused_though_it_arrives_at_once(address, before):
+    for size, is_taken in ((60_000, True), (70_000, False)):
+        ASKED.clear()
+        with socket.create_connection(address) as connection, suppress(ConnectionError):
+            connection.sendall(before + head("/v1/answer", length=2, **BEARER, x="y" * size) + b"ab")
+            connection.shutdown(socket.SHUT_WR)
+            while connection.recv(65536):
+                pass
+        assert ("/v1/answer" in ASKED) is is_taken
 
 
 def test_a_whole_body_in_small_chunks_is_taken(address):

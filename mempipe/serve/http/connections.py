@@ -59,6 +59,8 @@ class GuardedProtocol(_Protocol):
         self._extra_bytes = 0
         """Bytes of the request in progress beyond twice its body: header, sizes of chunks, trailers."""
         self._unread_bytes = 0
+        self._header_bytes = 0
+        """Bytes of the newest header: _extra_bytes knows none of one that arrived whole."""
         self._address = ""
         self._has_begun = False
         """Whether a message of the client has begun and not ended."""
@@ -121,8 +123,22 @@ class GuardedProtocol(_Protocol):
             refusals.count("pipelined")
             raise ValueError(f"{MAX_PIPELINED} requests wait for their answers")  # uvicorn answers 400 and closes
         super().on_message_begin()
-        self._extra_bytes = self._unread_bytes = 0
+        self._extra_bytes = self._unread_bytes = self._header_bytes = 0
         self._has_begun = True
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._header_bytes += len(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value) + len(": \r\n")
+
+    def on_headers_complete(self) -> None:
+        if self._header_bytes > MAX_HEADER_BYTES:
+            self._refuse("long_header")
+            raise ValueError(f"the header has {self._header_bytes} bytes")  # ends the parsing
+        super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
