@@ -134,17 +134,29 @@ def test_a_whole_body_in_small_chunks_is_taken(address):
     assert httpx.post(url, content=pieces(), headers=BEARER, timeout=20).status_code == 200
 
 
+WEB_SOCKET = {
+    "connection": "upgrade",
+    "upgrade": "websocket",
+    "sec-websocket-version": "13",
+    "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
+}
+
+
 def test_an_upgrade_to_a_web_socket_is_an_ordinary_request_and_is_counted_out_again(address):
-    upgrade = {
-        "connection": "upgrade",
-        "upgrade": "websocket",
-        "sec-websocket-version": "13",
-        "sec-websocket-key": "dGhlIHNhbXBsZSBub25jZQ==",
-    }
     for _ in range(5):
-        assert get(address, "/v1/models", **upgrade).status_code == 401
+        assert get(address, "/v1/models", **WEB_SOCKET).status_code == 401
     assert ASKED == []
     until(lambda: connections.GuardedProtocol.per_address.total() == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/realtime", "/", "/ws"])
+def test_a_client_of_web_sockets_reads_which_path_to_use(address, path):
+    """As `responses.connect` of the official client asks."""
+    answer = get(address, path, **WEB_SOCKET, **BEARER)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"]) == (404, "unknown_url")
+    assert "POST /v1/responses" in error["message"]
+    assert ASKED == []
 
 
 @pytest.mark.parametrize("cut", [None, "body", "header", "name", "end"])

@@ -35,6 +35,8 @@ _BEGINNING = re.compile(rb"[A-Z]{1,32}(?: |$)")
 """The method of a request."""
 _END = re.compile(rb"\n\r?\n")
 """The end of a header, also of one whose lines end as the parser refuses."""
+OTHER_PROTOCOL = "x-upgrade"
+"""The header under which a request names another protocol, for which the connection stays with HTTP."""
 _UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 _Protocol: Any = HttpToolsProtocol
 
@@ -201,7 +203,7 @@ def _without_upgrade(data: bytes) -> bytes:
     """Returns the first bytes of a request with its Upgrade header under another name: the parser takes the body of a
     request that asks for another protocol for that protocol. Java's HttpClient asks for HTTP/2 by default."""
     head, end, rest = data.partition(b"\r\n\r\n")
-    return _UPGRADE.sub(b"\r\nx-upgrade:", head) + end + rest if end else data
+    return _UPGRADE.sub(f"\r\n{OTHER_PROTOCOL}:".encode(), head) + end + rest if end else data
 
 
 def max_connections() -> int:

@@ -6,10 +6,11 @@ import logging
 import os
 from collections import Counter
 
+from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from mempipe.answers.errors import ApiError
-from mempipe.serve.http import refusals
+from mempipe.serve.http import connections, refusals
 from mempipe.serve.http.deadline import in_time
 from mempipe.serve.http.errors import Refusal, refuse
 from mempipe.serve.http.keys import API, KeyRing, WatchedKeys, owner_of
@@ -33,6 +34,7 @@ TIMEOUT_S = 30.0
 PROBES = ("/healthz", "/readyz")
 OF_SERVE = ("/-/healthz", "/-/routes")
 """Serve's proxy answers these itself."""
+NO_WEB_SOCKET = "the service has no web sockets; POST /v1/responses with `stream: true` sends events"
 logger = logging.getLogger(__name__)
 
 
@@ -42,7 +44,7 @@ class Strangers:
 
     Requests that need no key have limits instead. Probes share a reply (`mempipe.serve.http.probes.SharedReplies`).
     Pages and unknown paths reach a replica at a limited rate, in turn by address: 429 beyond MAX_PER_ADDRESS, 503
-    beyond MAX_WAITING and after TIMEOUT_S. Web sockets are closed, because the service has none.
+    beyond MAX_WAITING and after TIMEOUT_S. A request for a web socket gets 404, because the service has none.
     """
 
     def __init__(self, app: ASGIApp, keys: KeyRing | None = None) -> None:
@@ -55,14 +57,12 @@ class Strangers:
         """In progress, by address."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008})
-        elif scope["type"] != "http" or path_of(scope) in OF_SERVE:
+        if scope["type"] != "http" or path_of(scope) in OF_SERVE:
             await self._app(scope, receive, send)
         elif path_of(scope) in PROBES and scope["method"] in ("GET", "HEAD"):
             await _in_time(self._probes, scope, receive, send)
         elif not path_of(scope).startswith(API):
-            await self._without_key(scope, receive, send)
+            await (_no_web_socket if _wants_web_socket(scope) else self._without_key)(scope, receive, send)
         else:
             try:
                 if self._keys is not None:
@@ -71,7 +71,7 @@ class Strangers:
                 refusals.count("key")
                 await Refusal(error)(scope, receive, send)
                 return
-            await self._app(scope, receive, send)
+            await (_no_web_socket if _wants_web_socket(scope) else self._app)(scope, receive, send)
 
     async def _without_key(self, scope: Scope, receive: Receive, send: Send) -> None:
         address = (scope.get("client") or ("",))[0]
@@ -96,6 +96,15 @@ class Strangers:
             self._pages[address] -= 1
             if not self._pages[address]:
                 del self._pages[address]
+
+
+def _wants_web_socket(scope: Scope) -> bool:
+    return Headers(scope=scope).get(connections.OTHER_PROTOCOL, "").strip().lower() == "websocket"
+
+
+async def _no_web_socket(scope: Scope, receive: Receive, send: Send) -> None:
+    error = ApiError(404, NO_WEB_SOCKET, code="unknown_url")
+    await Refusal(error)(scope, receive, send)
 
 
 async def _in_time(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
