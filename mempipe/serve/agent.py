@@ -90,7 +90,7 @@ def _agents(served: ServedRun, engines: str) -> Application:
             .bind(retrieval)
         )
     agent = _deployment(serve.ingress()(AgentReplica), NAME, config.agent_replicas).options(
-        **sheds(config.max_in_flight),
+        **sheds(config.max_in_flight, max_wait_s=config.max_wait_s),
         graceful_shutdown_timeout_s=config.timeout_s + 60,  # answers in flight are finished first
         max_surge_percent=100,  # a new replica is there before the old one goes
         user_config={"generator": engines},

@@ -8,13 +8,51 @@ requests at once to a service with four places took 40 to 61 s, and with these l
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
+
+# `ray.serve.request_router` has the parts of Serve's default router, but not the router itself.
+from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.request_router import PendingRequest, RunningReplica
+
+from mempipe.serve.http import waits
 
 ROUTER = {"max_backoff_s": 0.025}
 """For every deployment: a waiting request is tried again after 25 ms."""
+WITHOUT_REPLICA_S = 10.0
+"""Seconds that a request waits for the first replica, or for the one that takes a dead one's place."""
 
 
-def sheds(max_in_flight: int) -> dict[str, Any]:
+class BoundedRouter(PowerOfTwoChoicesRequestRouter):
+    """Serve's own router, which refuses a request with 503 after a while without any replica. Serve would let it wait
+    until there is one."""
+
+    def initialize_state(self, **settings: Any) -> None:
+        """Takes `max_wait_s`, the longest time that a request may ask for (`Prefer: wait=N`)."""
+        self._max_wait_s: float = settings["max_wait_s"]
+
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        if self.curr_replicas:
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        wished = waits.WISHED.get()  # Serve pickles the names of this module, which cannot be done with WISHED
+        wait_s = WITHOUT_REPLICA_S if wished is None else min(wished, self._max_wait_s)
+        try:
+            async with asyncio.timeout(wait_s):
+                return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        except TimeoutError:
+            raise DeploymentUnavailableError(self._deployment_id) from None
+
+
+def sheds(max_in_flight: int, *, max_wait_s: float) -> dict[str, Any]:
     """Returns the options of a deployment that itself turns away what exceeds `max_in_flight`. What is too much even
-    for that is refused by Serve with 503 (`mempipe.serve.http.front` says so in the API's form)."""
-    return {"max_ongoing_requests": 4 * max_in_flight, "max_queued_requests": 4 * max_in_flight}
+    for that, or waits too long for a replica, is refused by Serve with 503 (`mempipe.serve.http.front` says so in the
+    API's form)."""
+    router = {"request_router_class": f"{__name__}:BoundedRouter", "request_router_kwargs": {"max_wait_s": max_wait_s}}
+    return {
+        "max_ongoing_requests": 4 * max_in_flight,
+        "max_queued_requests": 4 * max_in_flight,
+        "request_router_config": ROUTER | router,
+    }

@@ -9,8 +9,9 @@ import pytest
 from starlette.responses import PlainTextResponse
 from starlette.types import Message, Receive, Scope, Send
 
-from mempipe.serve.http.gate import Gate, _wished_wait
+from mempipe.serve.http.gate import Gate
 from mempipe.serve.http.places import Places
+from mempipe.serve.http.waits import wished_wait
 
 
 async def settle() -> None:
@@ -167,7 +168,7 @@ def held(**limits: Any) -> tuple[Any, asyncio.Event, list[str]]:
 )
 def test_the_wish_to_wait_is_read_in_every_form_of_its_header(lines, seconds):
     headers = [(b"prefer", line.encode()) for line in lines]
-    assert _wished_wait({"type": "http", "headers": headers}) == seconds
+    assert wished_wait({"type": "http", "headers": headers}) == seconds
 
 
 async def test_the_gate_lets_those_wait_that_ask_for_it():

@@ -1,7 +1,8 @@
 """Middleware of Serve's HTTP proxy, in front of all replicas: limits of connections, strangers and bodies, and 503 for
 a request whose replica died or cannot be reached.
 
-Serve itself would close the connection of the one, and let the other wait. Ray installs it when it is started with
+Serve itself would close the connection of the one, and let the other wait; `mempipe.serve.routing` bounds the wait
+without any replica. Ray installs it when it is started with
 RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=mempipe.serve.http.front:middlewares, which `mempipe serve` sets itself.
 """
 
@@ -21,6 +22,7 @@ from mempipe.serve.http.keys import API
 from mempipe.serve.http.paths import path_of
 from mempipe.serve.http.retry_after import evenly_spread, retry_header
 from mempipe.serve.http.strangers import Strangers, keys_of_proxy
+from mempipe.serve.http.waits import WISHED, wished_wait
 
 VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 PATH = "mempipe.serve.http.front:middlewares"
@@ -47,8 +49,7 @@ _OF_NO_APPLICATION = b"/-/routes"
 class Front:
     """ASGI middleware in Serve's proxy: turns a lost replica and an application that is not there yet into 503 with
     Retry-After, and adds Retry-After to Serve's own 503s, which clients of the API get in its form. A request is given
-    up with 503 when its replica is late: a node that is cut off is not lost before Ray has noticed, and without any
-    replica Serve waits for one.
+    up with 503 when its replica is late: a node that is cut off is not lost before Ray has noticed.
 
     Serve gives a request whose replica died early to another one, but its body has gone to the first: the second waits
     in vain for it and answers 408. If the whole body had arrived, the client is not at fault either.
@@ -62,6 +63,7 @@ class Front:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        WISHED.set(wished_wait(scope))
         await in_time(self._answer, scope, receive, send, timeout_s=self._timeout_s, cause="late_replica")
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -19,11 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from mempipe.serve.http.paths import path_of
 from mempipe.serve.http.places import Places
 from mempipe.serve.http.retry_after import RETRY_AFTER_S, Returns, retry_header
+from mempipe.serve.http.waits import wished_wait
 
 BODY_TIMEOUT_S = 30.0
 """Seconds in which the body of a request has to arrive."""
-
-_WAIT = re.compile(r"""(?:^|[,;\s])wait\s*=\s*(["]?)([0-9]{1,6})\1(?:$|[,;\s])""", re.IGNORECASE)
 
 Refuse = Callable[[int, str, float], Response]
 """Makes the answer of a refused request, in the error format of the service: from its status, its reason, and the
@@ -152,7 +151,7 @@ class Gate:
         """Returns how many seconds a request waits for a place: as long as it asks for, otherwise `max_wait_s` if
         another owner has more places, and 0 if none has, so that a load of one owner is shed at once.
         """
-        wished = _wished_wait(scope)
+        wished = wished_wait(scope)
         if wished is None:
             return self._max_wait_s if self._places.is_behind(owner) else 0.0
         return min(wished, self._max_wait_s)
@@ -217,12 +216,6 @@ def _is_text(body: bytes) -> bool:
     except UnicodeDecodeError:
         return False
     return True
-
-
-def _wished_wait(scope: Scope) -> float | None:
-    """Returns the seconds that a client wants to wait for a place: `Prefer: wait=N` (RFC 7240); None without."""
-    match = _WAIT.search(",".join(Headers(scope=scope).getlist("prefer")))
-    return float(match[2]) if match else None
 
 
 async def _no_body() -> Message:
