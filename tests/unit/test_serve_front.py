@@ -6,7 +6,7 @@ import asyncio
 import socket
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, suppress
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ from unittest.mock import ANY
 import httpx
 import pytest
 from front_builders import ASKED, echo, head, served, status_of, until
-from starlette.responses import JSONResponse, PlainTextResponse
+from starlette.responses import JSONResponse, PlainTextResponse, StreamingResponse
 
 from mempipe.serve.http import bodies, connections, front, refusals, strangers
 from mempipe.serve.http.deadline import in_time
@@ -189,6 +189,24 @@ def test_a_request_whose_replica_cannot_be_reached_is_given_up(monkeypatch):
             assert answer.json()["error"]["message"] == "no answer within 0.2 s"
         with pytest.raises(httpx.RemoteProtocolError, match="incomplete chunked read"):
             post(address, path="/v1/begun")
+
+
+async def streaming(scope: Any, receive: Any, send: Any) -> None:
+    async def pieces() -> AsyncIterator[bytes]:
+        for piece in (b"data: 1\n\n", b"", b"data: [DONE]\n\n"):
+            yield piece
+
+    await StreamingResponse(pieces())(scope, receive, send)
+
+
+@pytest.mark.parametrize(("app", "body"), [(streaming, b"data: 1\n\ndata: [DONE]\n\n"), (echo, b"ab")])
+def test_a_client_of_http_1_0_reads_a_stream_without_chunks_until_the_connection_ends(app, body):
+    with served(app) as address, socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(head(length=2).replace(b"HTTP/1.1", b"HTTP/1.0") + b"ab")
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    header, _, received = answer.partition(b"\r\n\r\n")
+    assert b"transfer-encoding" not in header and b"connection: close" in header
+    assert received == body
 
 
 async def full(scope: Any, receive: Any, send: Any) -> None:

@@ -12,6 +12,8 @@ from collections import Counter
 from typing import Any, ClassVar
 
 import uvicorn.config
+from starlette.datastructures import Headers
+from starlette.types import Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from mempipe.serve.http import refusals
@@ -141,6 +143,8 @@ class GuardedProtocol(_Protocol):
             self._refuse("long_header")
             raise ValueError(f"the header has {self._header_bytes} bytes")  # ends the parsing
         super().on_headers_complete()
+        if self.parser.get_http_version() == "1.0":
+            self.cycle.send = _without_chunks(self.cycle)
 
     def on_body(self, body: bytes) -> None:
         super().on_body(body)
@@ -197,6 +201,23 @@ class GuardedProtocol(_Protocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+
+def _without_chunks(cycle: Any) -> Send:
+    """Returns the `send` of an HTTP/1.0 request: its client does not know chunks, which uvicorn sends if it knows no
+    length. The end of the connection is the end of the body."""
+    send, has_length = cycle.send, False
+
+    async def unchunked(message: Any) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = "content-length" in Headers(raw=list(message.get("headers", [])))
+        if not has_length:
+            cycle.chunked_encoding = False
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)
+
+    return unchunked
 
 
 def _without_upgrade(data: bytes) -> bytes:
