@@ -996,3 +996,32 @@ async def test_keys_and_bodies_are_looked_at_where_the_service_is_under_a_prefix
         client.headers["authorization"] = f"Bearer {KEY}"
         reply = await client.post("/v1/answer", json={"question": TWO_HOPS.text})
         assert reply.json()["answer"] == GOLD
+
+
+async def test_the_first_event_of_a_stream_takes_few_turns_of_the_event_loop(tokenizer, tmp_path):
+    """With many clients each turn takes milliseconds, in which the loop works for the others."""
+    app, turns, at_first = build_service(tokenizer, tmp_path).app, 0, None
+    body = json.dumps({"question": TWO_HOPS.text, "stream": True}).encode()
+    unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def count() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0)
+            turns += 1
+
+    async def receive() -> Any:
+        return unread.pop() if unread else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        nonlocal at_first
+        if message.get("body") and at_first is None:
+            at_first = turns
+
+    headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/answer", "query_string": b"", "headers": headers}
+    scope |= {"asgi": {"spec_version": "2.3"}, "scheme": "http", "client": ("127.0.0.1", 1)}
+    counting = asyncio.create_task(count())
+    await app(scope, receive, send)
+    counting.cancel()
+    assert at_first is not None and at_first <= 4

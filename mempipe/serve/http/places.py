@@ -41,10 +41,15 @@ class Places:
         """Returns whether another owner has more places."""
         return any(taken > self._taken[owner] for taken in self._taken.values())
 
+    def take_free(self, owner: str) -> bool:
+        """Takes a place if one is free for the owner; returns whether there was one."""
+        if is_free := self._is_free_for(owner):
+            self._taken[owner] += 1
+        return is_free
+
     async def take(self, owner: str, *, wait_s: float = 0.0) -> bool:
         """Takes a place, for which it waits at most `wait_s` seconds; returns whether there was one."""
-        if self._is_free_for(owner):
-            self._taken[owner] += 1
+        if self.take_free(owner):
             return True
         if not wait_s or not self._has_room_for(owner):
             return False

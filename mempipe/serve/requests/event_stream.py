@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from fastapi.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from mempipe.answers.api import AnswerReply
 from mempipe.answers.attempt_events import Emit, Event
@@ -64,7 +65,15 @@ async def events(work: Callable[[Emit], Awaitable[AnswerReply]]) -> AsyncIterato
 def event_stream(source: AsyncIterator[Event | None], *, headers: Mapping[str, str] | None = None) -> StreamingResponse:
     """Returns the response that sends each event; a comment for None, which keeps the connection open."""
     headers = {"cache-control": "no-store", "x-accel-buffering": "no", **(headers or {})}
-    return StreamingResponse(_lines(source), media_type="text/event-stream", headers=headers)
+    return _EventStream(_lines(source), media_type="text/event-stream", headers=headers)
+
+
+class _EventStream(StreamingResponse):
+    """Sends the events without a task that listens for a hang-up: the gate listens already (`mempipe.serve.http.gate`),
+    and the first event would wait for that task."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self.stream_response(send)
 
 
 async def _lines(source: AsyncIterator[Event | None]) -> AsyncIterator[str]:
