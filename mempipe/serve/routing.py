@@ -9,14 +9,13 @@ requests at once to a service with four places took 40 to 61 s, and with these l
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 # `ray.serve.request_router` has the parts of Serve's default router, but not the router itself.
 from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.request_router import PendingRequest, RunningReplica
-
-from mempipe.serve.http import waits
 
 ROUTER = {"max_backoff_s": 0.025}
 """For every deployment: a waiting request is tried again after 25 ms."""
@@ -26,7 +25,11 @@ WITHOUT_REPLICA_S = 10.0
 
 class BoundedRouter(PowerOfTwoChoicesRequestRouter):
     """Serve's own router, which refuses a request with 503 after a while without any replica. Serve would let it wait
-    until there is one."""
+    until there is one.
+
+    Serve sends the class to its proxies, pickled by value. One that was started without `mempipe.serve.http.front`
+    knows no wishes, and may have no mempipe.
+    """
 
     def initialize_state(self, **settings: Any) -> None:
         """Takes `max_wait_s`, the longest time that a request may ask for (`Prefer: wait=N`)."""
@@ -37,7 +40,8 @@ class BoundedRouter(PowerOfTwoChoicesRequestRouter):
     ) -> RunningReplica:
         if self.curr_replicas:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
-        wished = waits.WISHED.get()  # Serve pickles the names of this module, which cannot be done with WISHED
+        waits = sys.modules.get("mempipe.serve.http.waits")
+        wished = None if waits is None else waits.WISHED.get()
         wait_s = WITHOUT_REPLICA_S if wished is None else min(wished, self._max_wait_s)
         try:
             async with asyncio.timeout(wait_s):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import ServeDeploySchema
 
 from mempipe.environment import SERVICE
@@ -16,6 +19,7 @@ from mempipe.loader import parse_section
 from mempipe.serve.config import AgentServiceConfig
 from mempipe.serve.http import front, strangers
 from mempipe.serve.http.keys import VARIABLE
+from mempipe.serve.routing import sheds
 
 JOBS = Path(__file__).parents[2] / "jobs"
 
@@ -97,3 +101,17 @@ def test_every_cluster_that_the_docs_start_asks_for_a_token():
     assert len(starting) >= 2
     for block in starting:
         assert "ray get-auth-token --generate" in block.partition("ray start --head")[0], block
+
+
+@pytest.mark.slow  # an interpreter with Serve
+def test_a_proxy_that_has_no_mempipe_takes_the_router(tmp_path):
+    """`mempipe submit` ships the code to the replicas; the proxies of a cluster have what its nodes have."""
+    router = RequestRouterConfig(**sheds(4, max_wait_s=60.0)["request_router_config"])
+    (tmp_path / "router").write_bytes(router._serialized_request_router_cls)
+    code = (
+        "import sys; sys.modules['mempipe'] = None\n"
+        "from ray import cloudpickle\n"
+        f"print(cloudpickle.loads(open({str(tmp_path / 'router')!r}, 'rb').read()).__name__)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "BoundedRouter\n", done.stderr
