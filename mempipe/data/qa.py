@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow as pa
 
 from mempipe.data.config import Columns
-from mempipe.data.input_files import ROWS, InputFile, input_files
+from mempipe.data.input_files import CSV, ROWS, InputFile, input_files
 from mempipe.data.objectives import MAX_OBJECTIVES, join_objectives
 from mempipe.data.row_values import opened
 from mempipe.data.rows import TOO_DEEP, BadRow, BadRows, read_rows
@@ -173,7 +173,8 @@ def _read(
                     seen[question.id] = question.text
                     yield row, replace(reading, question=question)
     if not seen:
-        raise ConfigError(f"{path} holds no question{skipped_text(left_out)}")
+        header = "; the first line of a csv file names its columns" if not left_out and str(path).endswith(CSV) else ""
+        raise ConfigError(f"{path} holds no question{skipped_text(left_out)}{header}")
 
 
 def _files(path: str | Path) -> list[InputFile]:

@@ -664,9 +664,9 @@ def test_tables_that_are_none_are_refused_in_one_sentence(tmp_path):
         ("question,answer\n".encode("utf-16"), f"{path} is not UTF-8 (byte 0xff)"),
         (b'question,answer\n"Who?,Ann\n', f"{path}, line 2: not a table: "),
         (b"answer,answer\na,b\n", f"{path} has two columns of one name: answer, answer"),
-        (b"", f"{path} holds no question"),
-        (b"question,answer\n", f"{path} holds no question"),
-        (b"Who?,Ann\n", f"{path} holds no question"),
+        (b"", f"{path} holds no question; the first line of a csv file names its columns"),
+        (b"question,answer\n", f"{path} holds no question; the first line of a csv file names its columns"),
+        (b"Who?,Ann\n", f"{path} holds no question; the first line of a csv file names its columns"),
     ):
         path.write_bytes(content)
         assert refusal(path).startswith(reason)
