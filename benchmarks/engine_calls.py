@@ -35,7 +35,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import psutil
 
-from benchmarks.rows import Row, record
+from benchmarks.rows import Row, record, spread
 from mempipe import environment
 from mempipe.engines.config import GenerationConfig, ModelConfig, SamplingConfig
 from mempipe.engines.generator import Generator
@@ -126,9 +126,8 @@ def report(rounds: Sequence[dict[tuple[str, str], Measured]], starts: dict[str, 
         own, raw = ([one[key].rate * of_kind.per_call for one in rounds] for key in ((name, kind), ("raw", other)))
         ratios = [one / another for one, another in zip(own, raw, strict=True)]
         cpu_ms = statistics.median(1000 * one[name, kind].cpu_seconds / one[name, kind].num_calls for one in rounds)
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
         rate = f"{statistics.median(own):,.0f} {of_kind.unit.removesuffix('/s')}"
-        print(f"{f'{name}, {kind}':<24}{rate:>20}{cpu_ms:>13.2f}{spread:>28}")
+        print(f"{f'{name}, {kind}':<24}{rate:>20}{cpu_ms:>13.2f}{spread(ratios):>28}")
         if name != "raw":
             row = Row(
                 name=f"engine, {name} process, {kind}",
@@ -224,7 +223,7 @@ async def _all(calls: Sequence[Coroutine[Any, Any, object]]) -> None:
 
 @dataclass(frozen=True)
 class Started:
-    """What a start cost, and the memory after it."""
+    """Holds the cost of a start, and the memory of the started engine."""
 
     seconds: float
     cpu_seconds: float

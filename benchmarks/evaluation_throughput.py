@@ -23,18 +23,18 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import ray
 
-from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, RawEngine, of_run, recorded_calls, warm_started
-from benchmarks.rows import Row, record
+from benchmarks.rollout_throughput import QUICKSTART, SETTINGS, of_run, raw_engine, recorded_calls, warm_started
+from benchmarks.rows import Row, record, spread
 from mempipe import environment
 from mempipe.actors.cluster import connected
-from mempipe.actors.handles import Handle, start_actor
+from mempipe.actors.handles import Handle
 from mempipe.actors.launch import RolloutActors
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.actors.standing import launch_rollout_actors
@@ -96,21 +96,7 @@ def main() -> None:
         record(Row(name=name, unit=unit, values=stream, peer=peer, of_peer=others, peer_is_own=is_own))
     for name in [name for name in rounds[0] if name != "stream"]:
         ratios = [rates["stream"] / rates[name] for rates in rounds]
-        print(f"stream / {name}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})")
-
-
-@contextmanager
-def raw_engine(config: RunConfig) -> Iterator[Handle]:
-    raw = start_actor(
-        RawEngine,
-        {"num_cpus": 0},
-        config.model,
-        max_model_len=config.budget.context_tokens,
-        max_num_seqs=config.generation.max_num_seqs,
-        num_threads=config.generation.num_threads,
-    )
-    yield raw
-    ray.kill(raw)
+        print(f"stream / {name}: {spread(ratios)}")
 
 
 def server_of(config: RunConfig) -> AbstractContextManager[str]:

@@ -32,7 +32,7 @@ from typing import Any
 import psutil
 from scipy.stats import mannwhitneyu
 
-from benchmarks.rows import RECORD, Row, read_rows
+from benchmarks.rows import RECORD, Row, read_rows, spread
 from tools.guard import leave_nothing_behind
 
 ROOT = Path(__file__).parents[1]
@@ -168,7 +168,7 @@ def table(rows: Sequence[Row]) -> str:
         cells = [row.name, f"{_number(row.value)} {row.unit}"]
         for name, others in ((row.peer, row.of_peer), (row.limit, row.of_limit)):
             best = f"{name}: {_number(statistics.median(others))}" if others else "–"
-            cells += [best, _range(row.ratios(others)) if others else "–"]
+            cells += [best, spread(row.ratios(others)) if others else "–"]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -195,7 +195,7 @@ def compare(file: Path, old: str) -> int:
     for key in both:
         verdict, change = judge(before[key], after[key])
         slower += verdict == "slower"
-        print(f"| {key[0]} | {_range(before[key])} | {_range(after[key])} | {change:+.0%} | {verdict} |")
+        print(f"| {key[0]} | {spread(before[key])} | {spread(after[key])} | {change:+.0%} | {verdict} |")
     if missing := [key[0] for key in before if key not in after]:
         print(f"not measured at {new}: {'; '.join(missing)}", file=sys.stderr)
     return 1 if slower else 0
@@ -254,16 +254,6 @@ def machine() -> str:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
-
-
-def _range(values: Sequence[float]) -> str:
-    middle, least, most = map(_ratio, (statistics.median(values), min(values), max(values)))
-    return f"{middle} ({least} to {most})"
-
-
-def _ratio(value: float) -> str:
-    """Returns two digits that count, of a value below 1 as well."""
-    return f"{value:.2f}" if abs(value) >= 0.1 or not value else f"{value:#.2g}"
 
 
 if __name__ == "__main__":

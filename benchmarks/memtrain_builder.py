@@ -32,7 +32,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from benchmarks.corpora import CORPUS, read_passages
-from benchmarks.rows import Row, record
+from benchmarks.rows import Row, record, spread
 from mempipe.actors.cluster import connected
 from mempipe.loader import parse_section
 from mempipe.masking.documents import CommonEntities, DocumentsConfig, common_entities
@@ -183,11 +183,10 @@ def report(rounds: Sequence[dict[str, dict[str, Any]]]) -> None:
             )
         ratios = [one / other for one, other in zip(own, loop, strict=True)]
         rates = " | ".join(f"{median[key]:,.2f}" for key in RATES)
-        spread = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
-        print(f"| {name} | {rates} | {median['start']:.1f} | {median['gib']:.2f} | {spread} |")
+        print(f"| {name} | {rates} | {median['start']:.1f} | {median['gib']:.2f} | {spread(ratios)} |")
     if len(rounds[0]) == len(WAYS):
         scaling = [ways["2 workers"]["documents"] / ways["1 worker"]["documents"] for ways in rounds]
-        print(f"2 workers / 1 worker: {statistics.median(scaling):.2f} ({min(scaling):.2f} to {max(scaling):.2f})")
+        print(f"2 workers / 1 worker: {spread(scaling)}")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.corpora import CORPUS, questions_about, read_passages
-from benchmarks.rows import Row, record
+from benchmarks.rows import Row, record, spread
 from mempipe.actors.cluster import connected
 from mempipe.actors.handles import start_actor
 from mempipe.actors.launch import MAX_CALLS
@@ -239,7 +239,7 @@ def compare(console: Console, contest: Contest, *, rounds: int, seconds: float) 
                 for part in ("p50_ms", "p99_ms")
             ]
             batch = f"{median(each.batch for each in found):.1f}" if name == IN_PROCESS else ""
-            ratio = f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})" if name != POOL else ""
+            ratio = spread(ratios) if name != POOL else ""
             table.add_row(str(callers), name, f"{median(rates):,.1f}", *cells, batch, ratio)
         name = f"{contest.title}, {callers} at a time"
         is_peer = contest.mode == "lexical"

@@ -43,7 +43,7 @@ from typing import Any, TypeAlias
 
 import ray
 
-from benchmarks.rows import Row, record
+from benchmarks.rows import Row, record, spread
 from mempipe import environment
 from mempipe.actors.admission import Admission
 from mempipe.actors.cluster import connected
@@ -381,6 +381,21 @@ class RawEngine:
         return num_tokens, seconds
 
 
+@contextmanager
+def raw_engine(config: RunConfig) -> Iterator[Handle]:
+    """Starts a `RawEngine` with the model and the limits of the config, and ends it with the block."""
+    raw = start_actor(
+        RawEngine,
+        {"num_cpus": 0},
+        config.model,
+        max_model_len=config.budget.context_tokens,
+        max_num_seqs=config.generation.max_num_seqs,
+        num_threads=config.generation.num_threads,
+    )
+    yield raw
+    ray.kill(raw)
+
+
 def with_cpu_seconds(contestant: Callable[[], Measured]) -> Measured:
     before = cpu_seconds()
     measured = contestant()
@@ -432,14 +447,6 @@ def started(
         groups_per_step=algorithm.groups_per_step,
         max_off_policy_steps=STEPS_AHEAD - 1,
     )
-    raw = start_actor(
-        RawEngine,
-        {"num_cpus": 0},
-        config.model,
-        max_model_len=context_tokens,
-        max_num_seqs=config.generation.max_num_seqs,
-        num_threads=config.generation.num_threads,
-    )
     ray.get([generator.ready.remote(), retriever.ready.remote()])
     spec = DriverSpec(
         config=config,
@@ -451,7 +458,7 @@ def started(
         admission="admission",
     )
     questions = {f"0/{question.id}": question for question in read_questions(config.data.train)[:num_questions]}
-    with closing(stream_groups(spec, questions.items())) as stream:
+    with closing(stream_groups(spec, questions.items())) as stream, raw_engine(config) as raw:
         groups = Ahead(stream)
         yield Contest(
             config=config,
@@ -465,7 +472,7 @@ def started(
             num_skewed=num_skewed,
         )
     ray.get(generator.shutdown.remote())
-    for actor in (raw, admission, retriever, generator, store):
+    for actor in (admission, retriever, generator, store):
         ray.kill(actor)
 
 
@@ -489,7 +496,7 @@ def report(rounds: Sequence[dict[str, Measured]]) -> None:
             continue
         ratios = [one[faster].rate / one[slower].rate for one in rounds]
         wanted = f", aim {aim}" if aim else ""
-        print(f"{faster} / {slower}: {statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f}{wanted})")
+        print(f"{faster} / {slower}: {spread(ratios)}{wanted}")
 
 
 def _ids(rng: random.Random, length: int) -> list[int]:

@@ -59,6 +59,15 @@ class Row:
         return [1 / value if self.less_is_better else value for value in self.values]
 
 
+def spread(values: Sequence[float]) -> str:
+    """Returns the median and the range of ratios, with two digits that count, of those below 1 as well."""
+    middle, least, most = (
+        f"{value:.2f}" if abs(value) >= 0.1 or not value else f"{value:#.2g}"
+        for value in (statistics.median(values), min(values), max(values))
+    )
+    return f"{middle} ({least} to {most})"
+
+
 def record(*rows: Row) -> None:
     """Adds the rows to the file that `MEMPIPE_BENCHMARK_ROWS` names."""
     if file := os.environ.get(RECORD):

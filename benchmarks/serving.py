@@ -39,7 +39,7 @@ import psutil
 import ray
 
 from benchmarks import turn_seconds
-from benchmarks.rows import Row, record
+from benchmarks.rows import Row, record, spread
 from mempipe.actors.driver import Driver
 from mempipe.actors.standing import launch_rollout_actors
 from mempipe.data.qa import read_questions
@@ -312,7 +312,7 @@ def report_speed(found: Mapping[int, Sequence[Mapping[str, Measured]]]) -> None:
         for side in (DIRECT, SERVICE):
             cells += [f"{median(rates[side]):.2f}", _percentiles(each[side].latencies for each in rounds)]
         ratios = row.ratios(row.of_peer)
-        cells += [f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"]
+        cells += [spread(ratios)]
         cells += [_percentiles(each[STREAMS].first_events for each in rounds)]
         print("|", " | ".join(cells), "|")
 
