@@ -267,6 +267,10 @@ def test_what_is_refused_is_counted_by_its_cause(address, monkeypatch):
         with socket.create_connection(address) as connection:
             connection.sendall(sent)
             assert status_of(connection) == status
+    for sent, status in ((b"hello\r\n\r\n", 400), (head(x="y" * 70_000), 431)):
+        with socket.create_connection(address) as connection:
+            connection.sendall(sent)
+            assert status_of(connection) == status
     monkeypatch.setattr(bodies, "MAX_PER_ADDRESS", 0)
     assert post(address).status_code == 429
     monkeypatch.setattr(strangers, "MAX_PER_ADDRESS", 0)
@@ -278,7 +282,15 @@ def test_what_is_refused_is_counted_by_its_cause(address, monkeypatch):
     monkeypatch.setattr(connections, "MAX_PER_ADDRESS", 0)
     with socket.create_connection(address) as connection:
         assert status_of(connection) is None
-    causes = "slow_body", "large_body", "bodies_of_address", "requests_of_address", "slow_header"
+    causes = (
+        "malformed",
+        "long_header",
+        "slow_body",
+        "large_body",
+        "bodies_of_address",
+        "requests_of_address",
+        "slow_header",
+    )
     assert counts == dict.fromkeys([*causes, "connections_of_address"], 1)
 
 

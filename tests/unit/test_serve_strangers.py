@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 import httpx
 import psutil
@@ -124,6 +125,48 @@ def test_a_header_of_more_than_64_kibibytes_is_refused_though_it_arrives_at_once
             while connection.recv(65536):
                 pass
         assert ("/v1/answer" in ASKED) is is_taken
+
+
+BAD_REQUESTS = {
+    "no method": (b"hello\r\n\r\n", 400, "the form of HTTP/1.1"),
+    "a space in a name": (head("/v1/answer", length=0, **{"a b": "c"}), 400, "the form of HTTP/1.1"),
+    "two lengths": (head("/v1/answer", length=0, **{"Content-Length": "1"}), 400, "the form of HTTP/1.1"),
+    "two hosts": (head("/v1/answer", length=0, Host="y"), 400, "one Host header; this one has 2"),
+    "a long header": (head("/v1/answer", length=0, x="y" * 70_000), 431, "at most 65536"),
+    "a long header without end": (head("/v1/answer", length=0, x="y" * 70_000)[:-2], 431, "at most 65536"),
+}
+
+
+@pytest.mark.parametrize("before", [b"", head("/v1/models", length=2, **BEARER) + b"ab"])
+@pytest.mark.parametrize(("sent", "status", "reason"), BAD_REQUESTS.values(), ids=BAD_REQUESTS)
+def test_what_is_no_request_is_refused_in_the_form_of_the_api(address, caplog, before, sent, status, reason):
+    with socket.create_connection(address, timeout=60) as connection, connection.makefile("rb") as replies:
+        if before:
+            connection.sendall(before)
+            assert read_reply(replies)[:2] == (200, b"ab")
+        connection.sendall(sent)
+        got, body, fields = read_reply(replies)
+        assert replies.read() == b""  # the connection ends
+    error = json.loads(body)["error"]
+    assert (got, error["type"], fields["content-type"]) == (status, "invalid_request_error", "application/json")
+    assert reason in error["message"] and fields["connection"] == "close"
+    assert "/v1/answer" not in ASKED and not caplog.records  # a stranger fills no log
+
+
+def test_a_refusal_is_not_taken_for_the_answer_of_an_earlier_request(address):
+    """The earlier one waits for its body, and what comes in its place is no chunk."""
+    chunked = head(**BEARER).replace(b"content-length: 100", b"transfer-encoding: chunked")
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(chunked + b"2\r\nab\r\n")
+        until(lambda: connections.GuardedProtocol.per_address.total() == 1)
+        connection.sendall(b"no chunk\r\n")
+        assert status_of(connection) is None
+
+
+def read_reply(replies: BinaryIO) -> tuple[int, bytes, dict[str, str]]:
+    status = int(replies.readline().split()[1])
+    fields = dict(line.decode().lower().strip().split(": ", 1) for line in iter(replies.readline, b"\r\n"))
+    return status, replies.read(int(fields["content-length"])), fields
 
 
 def test_a_whole_body_in_small_chunks_is_taken(address):

@@ -6,6 +6,7 @@ Serve's proxy takes its protocol by a name of uvicorn's, which `install` gives a
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import resource
 from collections import Counter
@@ -14,9 +15,11 @@ from typing import Any, ClassVar
 import uvicorn.config
 from starlette.datastructures import Headers
 from starlette.types import Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
+from mempipe.answers.errors import ApiError
 from mempipe.serve.http import refusals
+from mempipe.serve.http.errors import Refusal
 
 HEADER_TIMEOUT_S = 10.0
 """Seconds in which the header of a request has to arrive: of the first one from the beginning of the connection, of the
@@ -32,6 +35,7 @@ MAX_UNREAD_BYTES = 2**20
 """Bytes of a body that come after its request was refused; a client that sends them all can still read why."""
 MAX_PIPELINED = 16
 """Requests of a connection that wait for the answers of earlier ones."""
+MALFORMED = ApiError(400, "the request does not have the form of HTTP/1.1")
 NAME = "mempipe.serve.http.connections:GuardedProtocol"
 _BEGINNING = re.compile(rb"[A-Z]{1,32}(?: |$)")
 """The method of a request."""
@@ -44,7 +48,10 @@ _Protocol: Any = HttpToolsProtocol
 
 
 class GuardedProtocol(_Protocol):
-    """uvicorn's protocol with limits; what exceeds one is closed without an answer.
+    """uvicorn's protocol with limits; what exceeds one is closed without an answer, but for a long header.
+
+    What the parser refuses gets an answer in the form of the API, unless an earlier request of the connection is being
+    answered: the client would take the refusal for that answer.
 
     If MAX_CONNECTIONS are open, a new one takes the place of the one that has been without a request for longest. So
     connections that only wait keep nobody out.
@@ -70,6 +77,10 @@ class GuardedProtocol(_Protocol):
         """Whether a message of the client has begun and not ended."""
         self._head = b""
         """The bytes of a request whose header has not ended yet."""
+        self._num_hosts = 0
+        self._cause: refusals.Cause = "malformed"
+        self._fault = MALFORMED
+        """The refusal of the connection if the parser ends, for the metrics and for the client."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
@@ -102,7 +113,7 @@ class GuardedProtocol(_Protocol):
         self._extra_bytes += len(data)
         super().data_received(data if had_begun else self._with_whole_header(data))
         if self._extra_bytes > MAX_HEADER_BYTES:
-            self._refuse("long_header")
+            self._refuse("long_header", _long_header(self._extra_bytes))
         elif self._unread_bytes > MAX_UNREAD_BYTES:
             self._refuse("large_body")
         elif not self._has_no_request():
@@ -124,10 +135,10 @@ class GuardedProtocol(_Protocol):
 
     def on_message_begin(self) -> None:
         if len(self.pipeline) >= MAX_PIPELINED:
-            refusals.count("pipelined")
-            raise ValueError(f"{MAX_PIPELINED} requests wait for their answers")  # uvicorn answers 400 and closes
+            self._cause = "pipelined"
+            raise ValueError(f"{MAX_PIPELINED} requests wait for their answers")  # ends the parsing
         super().on_message_begin()
-        self._extra_bytes = self._unread_bytes = self._header_bytes = 0
+        self._extra_bytes = self._unread_bytes = self._header_bytes = self._num_hosts = 0
         self._has_begun = True
 
     def on_url(self, url: bytes) -> None:
@@ -137,11 +148,15 @@ class GuardedProtocol(_Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
         self._header_bytes += len(name) + len(value) + len(": \r\n")
+        self._num_hosts += name.lower() == b"host"
 
     def on_headers_complete(self) -> None:
         if self._header_bytes > MAX_HEADER_BYTES:
-            self._refuse("long_header")
-            raise ValueError(f"the header has {self._header_bytes} bytes")  # ends the parsing
+            self._cause, self._fault = "long_header", _long_header(self._header_bytes)
+            raise self._fault  # ends the parsing
+        if self._num_hosts > 1:  # a proxy in front may have checked another one than we would (RFC 9112)
+            self._fault = ApiError(400, f"a request has one Host header; this one has {self._num_hosts}")
+            raise self._fault
         super().on_headers_complete()
         if self.parser.get_http_version() == "1.0":
             self.cycle.send = _without_chunks(self.cycle)
@@ -161,6 +176,10 @@ class GuardedProtocol(_Protocol):
         super().on_response_complete()
         if self._has_no_request() and not self.transport.is_closing():
             self.idle[self] = None
+
+    def send_400_response(self, msg: str) -> None:
+        """Refuses what ended the parsing; uvicorn's own answer is plain text."""
+        self._refuse(self._cause, self._fault)
 
     def _with_whole_header(self, data: bytes) -> bytes:
         """Returns the first bytes of a request for the parser: none before its header has ended. The parser refuses at
@@ -186,11 +205,16 @@ class GuardedProtocol(_Protocol):
     def _expect_header(self) -> None:
         self._deadline = self.loop.call_later(HEADER_TIMEOUT_S, self._refuse, "slow_header")
 
-    def _refuse(self, cause: refusals.Cause) -> None:
-        """Closes the connection without an answer."""
-        if not self.transport.is_closing():
+    def _refuse(self, cause: refusals.Cause, error: ApiError | None = None) -> None:
+        """Closes the connection, with the error if there is one and no other answer is being written."""
+        is_open = not self.transport.is_closing()
+        if is_open:
             refusals.count(cause)
-        self.transport.abort()
+        if is_open and error is not None and self._has_no_request():
+            self.transport.write(_answer(error))
+            self.transport.close()
+        else:
+            self.transport.abort()
 
     def _stop_waiting(self) -> None:
         if self._deadline is not None:
@@ -201,6 +225,17 @@ class GuardedProtocol(_Protocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+
+def _long_header(num_bytes: int) -> ApiError:
+    return ApiError(431, f"the header has {num_bytes} bytes; at most {MAX_HEADER_BYTES} are taken")
+
+
+def _answer(error: ApiError) -> bytes:
+    """Returns the whole answer of what has no request to answer, after which the connection ends."""
+    refusal = Refusal(error)
+    fields = b"".join(b"%s: %s\r\n" % pair for pair in refusal.raw_headers)
+    return STATUS_LINE[error.status] + fields + b"connection: close\r\n\r\n" + bytes(refusal.body)
 
 
 def _without_chunks(cycle: Any) -> Send:
@@ -227,11 +262,19 @@ def _without_upgrade(data: bytes) -> bytes:
     return _UPGRADE.sub(f"\r\n{OTHER_PROTOCOL}:".encode(), head) + end + rest if end else data
 
 
+def _is_no_refusal(record: logging.LogRecord) -> bool:
+    return record.msg != "Invalid HTTP request received."
+
+
 def max_connections() -> int:
     """Returns how many connections may be open: MAX_CONNECTIONS, or three quarters of this process's descriptors."""
     return min(MAX_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] * 3 // 4)
 
 
 def install() -> None:
-    """Makes the HTTP servers that start in this process from now on guarded ones."""
+    """Makes the HTTP servers that start in this process from now on guarded ones.
+
+    uvicorn logs what its parser refuses. Here it is counted: strangers fill no log.
+    """
+    logging.getLogger("uvicorn.error").addFilter(_is_no_refusal)
     uvicorn.config.HTTP_PROTOCOLS["auto"] = NAME

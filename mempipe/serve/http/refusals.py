@@ -12,7 +12,8 @@ Cause = Literal[
     "connections",  # MAX_CONNECTIONS are open
     "connections_of_address",
     "slow_header",
-    "long_header",
+    "long_header",  # 431
+    "malformed",  # 400, what the parser refuses
     "slow_reader",  # the client does not read its answer
     "pipelined",  # too many requests wait for the answers of earlier ones
     "key",  # 401, 403
