@@ -22,13 +22,15 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import yaml
 
 from benchmarks.claim_table import CLAIMS, ROWS, SETS, TRAININGS, Claim, Difference, trainings_of
 from benchmarks.pictures import pyplot, save
-from mempipe.data.qa import write_questions
+from mempipe.data.objectives import join_objectives
+from mempipe.data.qa import read_questions, write_questions
 from mempipe.data.world import make_questions, make_worlds
 from mempipe.evaluation.results import read_results
 from mempipe.evaluation.statistics import Interval
@@ -174,6 +176,7 @@ def write_suite(folder: Path, number: int, claim: Claim, seed: int, num_question
                 "config": str(folder / (ROWS[name].agent or ROWS[name].trainings[0])),
                 "checkpoint": str(folder / ROWS[name].model),
                 "settings": dict(ROWS[name].settings),
+                "control": ROWS[name].control or None,
             }
             for name in claim.rows
         ],
@@ -188,10 +191,17 @@ def write_suite(folder: Path, number: int, claim: Claim, seed: int, num_question
 
 
 def question_file(folder: Path, label: str, seed: int, num_questions: int) -> Path:
-    """Returns the question file of a set, and writes it if it is about the worlds of the seed."""
+    """Returns the question file of a set, and writes it unless a training left it."""
     asked = SETS[label]
-    if asked.file:
+    if asked.file and not asked.most:
         return folder / asked.file
+    path = folder / "sets" / f"{label}.parquet"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if asked.file:
+        single = read_questions(folder / asked.file)
+        joined = join_objectives(single, objectives=asked.objectives, seed=seed)
+        write_questions(path, islice(joined, min(asked.most, num_questions)))
+        return path
     _, worlds = make_worlds(
         0,
         num_held_out=NUM_HELD_OUT_WORLDS,
@@ -199,8 +209,6 @@ def question_file(folder: Path, label: str, seed: int, num_questions: int) -> Pa
         document_passages=asked.passages,
         evidence_order=asked.order,
     )
-    path = folder / "sets" / f"{label}.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_questions(
         path, make_questions(worlds, num_questions, seed=seed, hops=asked.hops, objectives=asked.objectives)
     )

@@ -30,7 +30,7 @@ from mempipe.engines.config import (
     ReferenceConfig,
     SamplingConfig,
 )
-from mempipe.masking.config import ClozeConfig
+from mempipe.masking.config import AskedClozeConfig
 from mempipe.retrieval.config import RetrievalConfig
 from mempipe.rl.config import AlgorithmConfig, RewardConfig
 from mempipe.settings import ConfigError, FolderName, Section, Seed
@@ -215,7 +215,7 @@ class RunConfig(Section):
     tracking: TrackingConfig = TrackingConfig()
     world: WorldConfig | None = None
     """Set: the run itself makes questions, corpus and index, and a tiny model unless model.path names one."""
-    cloze: ClozeConfig | None = None
+    cloze: AskedClozeConfig | None = None
     """Set: the run makes its questions and its index from data.corpus, without labels (mempipe.masking.cloze)."""
     warm_start: WarmStartConfig | None = None
     """Set: the model is trained on demonstrations before reinforcement learning starts."""

@@ -32,6 +32,11 @@ def places_by_objective(question: Question) -> list[list[int]]:
     return [[place for place, fact in facts if fact.objective == n] for n in range(len(question.objectives) or 1)]
 
 
+def facts_by_objective(question: Question) -> list[list[Evidence]]:
+    """Returns the facts of each objective, in the order of need. A question without objectives has one list."""
+    return [[question.evidence[place] for place in places] for places in places_by_objective(question)]
+
+
 def golden_by_objective(question: Question) -> list[list[str]]:
     """Returns the golden answers of each objective. A question without objectives has one list."""
     return question.objectives or [question.golden_answers]

@@ -6,7 +6,7 @@ one. With `cloze`, questions and index come from the passages of data.corpus; wi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,15 @@ from mempipe.agents.protocol import UnfitQuestion
 from mempipe.agents.rendering import Renderer
 from mempipe.config import RunConfig
 from mempipe.data.config import WorldConfig
+from mempipe.data.objectives import join_objectives
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.data.world import Relations, World, make_questions, make_worlds
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.masking.cloze import SPLITS
-from mempipe.masking.config import ClozeConfig
+from mempipe.masking.cloze import SPLITS, second_words
+from mempipe.masking.config import AskedClozeConfig
 from mempipe.progress import say
 from mempipe.retrieval.build import build_index
-from mempipe.retrieval.config import IndexConfig
+from mempipe.retrieval.config import IndexConfig, RetrievalConfig
 from mempipe.retrieval.encoders import HashingEncoder
 from mempipe.rollout import make_renderer
 from mempipe.runs import QUESTIONS_FOLDER, Run
@@ -53,9 +54,9 @@ def _with_imported_model(run: Run, config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"path": str(folder)})})
 
 
-def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> RunConfig:
+def _with_cloze_questions(run: Run, config: RunConfig, cloze: AskedClozeConfig) -> RunConfig:
     """Makes questions and an index of data.corpus. Questions that do not fit the agent's budget are skipped. Without a
-    test question nothing is evaluated."""
+    test question nothing is evaluated. With several objectives questions/single has the questions that were joined."""
     from pipelines.build_cloze import build_cloze
     from pipelines.build_index import main as index_corpus
 
@@ -63,7 +64,7 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> Ru
     made = build_cloze(
         config.data.corpus,
         run.folder / QUESTIONS_FOLDER,
-        cloze,
+        cloze.made,
         fallback=config.data.fallback_corpus,
         ray_address=config.ray_address,
     )
@@ -78,6 +79,11 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> Ru
     for split, file in files.items():
         if not file.exists():
             asked = read_questions(made.questions(split)) if made.counts[f"{split}_questions"] else []
+            if cloze.needs_link:
+                asked = _that_need_links(asked, index, config.retrieval, split)
+            if cloze.objectives > 1:
+                write_questions(file.parent / "single" / file.name, asked)
+                asked = _joined(asked, cloze.objectives, seed=config.seed)
             fitting = [question for question in asked if _fits(renderer, question)]
             if unfit := len(asked) - len(fitting):
                 say(f"{unfit:,} of {len(asked):,} {split} questions do not fit the budget of the agent and are skipped")
@@ -92,6 +98,39 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: ClozeConfig) -> Ru
             "data": config.data.model_copy(update={"train": str(files["train"]), "validation": held_out}),
         }
     )
+
+
+def _that_need_links(asked: Sequence[Question], index: Path, searched: RetrievalConfig, split: str) -> list[Question]:
+    """Returns the questions without those of two passages whose second sentence alone finds its passage."""
+    from mempipe.retrieval.retriever import Query, Retriever
+
+    retriever = Retriever(index, mode=searched.mode, encoder_path=searched.encoder_path)
+    words = {question.id: found for question in asked if (found := second_words(question))}
+    linked = [question for question in asked if question.id in words]
+    results = retriever.search(
+        [
+            Query(text=" ".join(words[each.id]), num_passages=searched.max_passages, partition=each.partition)
+            for each in linked
+        ]
+    )
+    found_alone = {
+        question.id
+        for question, result in zip(linked, results, strict=True)
+        if question.evidence[-1].passage_id in {passage.id for passage in result.passages}
+    }
+    say(
+        f"{len(found_alone):,} of {len(linked):,} {split} questions about two passages are rejected: their second "
+        "sentence alone finds its passage (cloze.needs_link)"
+    )
+    return [question for question in asked if question.id not in found_alone]
+
+
+def _joined(asked: Iterable[Question], objectives: int, *, seed: int) -> list[Question]:
+    """Returns every `objectives` questions about the same part of the corpus as one, drawn by the seed."""
+    parts: dict[str, list[Question]] = {}
+    for question in asked:
+        parts.setdefault(question.partition, []).append(question)
+    return [each for part in parts.values() for each in join_objectives(part, objectives=objectives, seed=seed)]
 
 
 def _fits(renderer: Renderer[Any], question: Question) -> bool:

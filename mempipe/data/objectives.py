@@ -46,7 +46,7 @@ def join_objectives(
             group[0],
             id="+".join(question.id for question in group),
             text=joined_texts(question.text for question in group),
-            golden_answers=["; ".join(_alone(question.golden_answers) for question in group)],
+            golden_answers=["; ".join(joinable(question.golden_answers) for question in group)],
             objectives=[question.golden_answers for question in group],
             num_hops=0,
             evidence=[
@@ -59,7 +59,7 @@ def join_objectives(
         left_out["too few for one more"] += len(group)
 
 
-def _alone(golden_answers: Sequence[str]) -> str:
+def joinable(golden_answers: Sequence[str]) -> str:
     """Returns the first golden answer without a semicolon, which would part it in two; the first where all have one."""
     return next((answer for answer in golden_answers if ";" not in answer), golden_answers[0])
 

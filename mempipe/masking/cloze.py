@@ -294,6 +294,12 @@ def _pair_question(row: dict) -> Question | None:
     )
 
 
+def second_words(question: Question) -> list[str]:
+    """Returns the words of the sentence with the gap of a question about two passages; none for other questions."""
+    *_, about = question.text.partition(f" / {LINK}: ")
+    return WORDS.findall(about.replace(GAP, " ").replace(LINK, " "))
+
+
 def _gapped(sentence: str, start: int, answer: str, *, mark: str = GAP) -> str:
     return " ".join((sentence[:start] + mark + sentence[start + len(answer) :]).split())
 

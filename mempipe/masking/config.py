@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field, model_validator
 
+from mempipe.data.objectives import MAX_OBJECTIVES
 from mempipe.settings import Section
 
 
@@ -44,3 +45,19 @@ class ClozeConfig(Section):
         if self.min_words > self.max_words:
             raise ValueError(f"min_words {self.min_words} is more than max_words {self.max_words}")
         return self
+
+
+class AskedClozeConfig(ClozeConfig):
+    """Questions that a run generates from the passages in data.corpus, and how it asks them."""
+
+    objectives: int = Field(1, ge=1, le=MAX_OBJECTIVES)
+    """Number of questions that are asked as one, with an answer for each. The run's seed draws them from a split."""
+    needs_link: bool = False
+    """Keep a question of two passages only if the words of its second sentence alone do not find their passage in the
+    run's index, among `retrieval.max_passages`: then the first sentence has to be read, and what it tells remembered.
+    """
+
+    @property
+    def made(self) -> ClozeConfig:
+        """Returns the settings of the question files."""
+        return ClozeConfig(**self.model_dump(include=set(ClozeConfig.model_fields)))

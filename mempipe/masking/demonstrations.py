@@ -11,16 +11,18 @@ import json
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mempipe.data.objectives import joinable
 from mempipe.data.scripted_agents import MEMORY_OPEN, NO_NOISE, TOOL_NAME, Noise, last_between
+from mempipe.facts import facts_by_objective, golden_by_objective
 from mempipe.masking.cloze import GAP, LINK
 from mempipe.masking.entities import RuleFinder
 from mempipe.spelling import is_written, written
 from mempipe.text import TARGET
-from mempipe.types import Question
+from mempipe.types import Evidence, Question
 
 KNOWS_NOTHING = "nothing yet"
 UNKNOWN = "unknown"
@@ -64,70 +66,108 @@ class Demonstration(ABC):
         return self._rng.random() < probability
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gap:
+    """A fact that a cloze question asks for."""
+
+    mark: str
+    """GAP or LINK."""
+    sentence: str
+    """As the question writes it, with the mark."""
+    value: str
+    link: str = ""
+    """Value of the sentence's other mark."""
+
+    def note(self, value: str, *, num_words: int = 0) -> str:
+        """Returns the sentence with the value in brackets; with `num_words` only that number of words on each side of
+        it.
+        """
+        before, _, after = self.sentence.partition(self.mark)
+        if not num_words:
+            return f"{before}[{value}]{after}"
+        return " ".join([*before.split()[-num_words:], f"[{value}]", *after.split()[:num_words]])
+
+
 @dataclass(slots=True, kw_only=True)
 class ClozeDemonstration(Demonstration):
-    """The base of the scripts that search for the gap of a question of `mempipe.masking.cloze`."""
+    """The base of the scripts that search for the gaps of a question of `mempipe.masking.cloze`.
+
+    Of several objectives it fills one gap after the other. So that a memory holds all of them, its notes are the few
+    words around each gap, and it notes that a search has not found a fact, so that the next objective has its turn.
+    """
 
     _turn: int = 0
+    _objectives: list[list[_Gap]] = field(init=False)
+    """The gaps of each objective, in the order in which they can be filled."""
+
+    def __post_init__(self) -> None:
+        super(ClozeDemonstration, self).__post_init__()
+        self._objectives = [
+            _gaps(text, facts)
+            for text, facts in zip(_separate(self.question), facts_by_objective(self.question), strict=True)
+        ]
 
     @staticmethod
     def can_play(question: Question) -> bool:
-        # Other questions with evidence have no gap, and joined ones have a gap for each objective.
-        return bool(question.evidence) and GAP in question.text and not question.objectives
+        # Other questions with evidence have no gap.
+        texts, facts = _separate(question), facts_by_objective(question)
+        return len(texts) == len(facts) and all(facts) and all(GAP in text for text in texts)
 
     def _next(self, known: str) -> tuple[str, str] | None:
         """Returns the mark that is missing from the notes and the query for it; None to answer: when all is known, when
         the turns are spent, or early by mistake."""
         self._turn += 1
-        missing = self._missing(known)
+        gap = self._missing(known)
         last = self.max_turns is not None and self._turn >= self.max_turns
-        if not missing or last or self._chance(self.noise.answer_early):
+        if gap is None or last or self._chance(self.noise.answer_early):
             return None
-        return missing, self._query(missing)
+        return gap.mark, self._query(gap)
 
     def _answer(self, known: str) -> str:
-        """Returns the golden answer where the notes have all facts, else a name of the question."""
-        missing = self._missing(known)
-        named = self._names(self._part(missing)) if missing else self.question.golden_answers
-        return named[0] if named else KNOWS_NOTHING
+        """Returns the golden answer of every objective whose facts are all in the notes, else a name of its text."""
+        answers = []
+        for gaps, golden in zip(self._objectives, golden_by_objective(self.question), strict=True):
+            missing = next((gap for gap in gaps if gap.value not in known), None)
+            answers.append(joinable(golden) if missing is None else self._guess(missing))
+        return "; ".join(answers)
+
+    def _guess(self, missing: _Gap) -> str:
+        return next(iter(self._names(missing.sentence)), KNOWS_NOTHING)
 
     def _read(self, known: str, observation: str) -> str | None:
-        """Returns the missing fact if the passages have it and it is not forgotten."""
-        missing = self._missing(known)
-        fact = self._fact(missing, observation)
-        return None if not missing or fact is None or self._chance(self.noise.forget) else fact
-
-    def _missing(self, memory: str) -> str:
-        """Returns the mark that is not known yet: of the link first, then of the gap; "" when both are."""
-        marks = [LINK, GAP] if self.question.num_hops == 2 else [GAP]
-        for mark, fact in zip(marks, self.question.evidence, strict=True):
-            if fact.value not in memory:
-                return mark
-        return ""
-
-    def _fact(self, mark: str, observation: str) -> str | None:
-        """Returns the fact behind the mark as the passages write it; None when it is not there."""
-        if not mark:
+        """Returns the note of the missing fact if the passages have it and it is not forgotten."""
+        gap = self._missing(known)
+        if gap is None or not observation:
             return None
-        value = self.question.evidence[0 if mark == LINK else -1].value
-        if value not in observation:
+        several = len(self._objectives) > 1
+        if gap.value in observation:
+            note = gap.note(gap.value, num_words=_NUM_WORDS if several else 0)
+        elif several:
+            note = self._not_found(gap)
+        else:
             return None
-        return self._part(mark).replace(mark, f"[{value}]", 1)
+        return None if self._chance(self.noise.forget) else note
 
-    def _query(self, mark: str) -> str:
-        part = self._part(mark)
-        if mark == GAP and self.question.num_hops == 2:
-            part = part.replace(LINK, self.question.evidence[0].value)
-        words = [w for name in self._names(part) for w in name.split()] or _WORD.findall(part.replace(mark, " "))
+    def _missing(self, known: str) -> _Gap | None:
+        """Returns the next gap that is neither known nor given up; None when there is no such gap."""
+        for gaps in self._objectives:
+            gap = next((gap for gap in gaps if gap.value not in known), None)
+            if gap is not None and self._not_found(gap) not in known:
+                return gap
+        return None
+
+    @staticmethod
+    def _not_found(gap: _Gap) -> str:
+        return gap.note(UNKNOWN, num_words=_NUM_WORDS)
+
+    def _query(self, gap: _Gap) -> str:
+        part = gap.sentence.replace(LINK, gap.link) if gap.link else gap.sentence
+        words = [w for name in self._names(part) for w in name.split()]
+        words = words or _WORD.findall(part.replace(gap.mark, " "))
         words = list(dict.fromkeys(word for word in words if word != "X"))
         if self._chance(self.noise.vague_query):
             words = words[-1:]
         return " ".join(words[:_MAX_QUERY_WORDS]).replace('"', "")
-
-    def _part(self, mark: str) -> str:
-        """Returns the sentence that contains the mark."""
-        parts = self.question.text.split(f" / {LINK}: ")
-        return parts[0] if mark == LINK or len(parts) == 1 else f"{LINK}: {parts[1]}"
 
     @staticmethod
     def _names(text: str) -> list[str]:
@@ -260,6 +300,26 @@ class ReadingDemonstration(Demonstration):
             if subject in subjects and self.agent["mask"] not in value:
                 return value
         return UNKNOWN
+
+
+def _separate(question: Question) -> list[str]:
+    """Returns the text of each objective. A text that cannot be told from its neighbour gives another number."""
+    if not question.objectives:
+        return [question.text]
+    return question.text.removesuffix("?").split("?; ")
+
+
+def _gaps(text: str, facts: Sequence[Evidence]) -> list[_Gap]:
+    """Returns the gap of a question about one sentence, or link and gap of one about two."""
+    described, _, about = text.partition(f" / {LINK}: ")
+    *links, answer = (fact.value for fact in facts)
+    if not (links and about):
+        return [_Gap(mark=GAP, sentence=text, value=answer)]
+    (link,) = links
+    return [
+        _Gap(mark=LINK, sentence=described, value=link),
+        _Gap(mark=GAP, sentence=f"{LINK}: {about}", value=answer, link=link),
+    ]
 
 
 def _passages(section: str) -> Iterator[tuple[str, str]]:

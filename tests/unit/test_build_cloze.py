@@ -19,14 +19,16 @@ from mempipe.data.packaged import PackageUnavailable
 from mempipe.data.qa import read_questions
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.loader import parse_config
-from mempipe.masking.cloze import find_candidates
+from mempipe.masking.cloze import GAP, find_candidates
 from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import make_finder
+from mempipe.retrieval.build import build_index as build_passages
+from mempipe.retrieval.config import RetrievalConfig
 from mempipe.runs import Run
 from mempipe.settings import ConfigError
-from mempipe.types import Passage
+from mempipe.types import Evidence, Passage, Question
 from pipelines import build_cloze, build_index
-from pipelines.prepare import prepare
+from pipelines.prepare import _that_need_links, prepare
 
 
 @pytest.fixture(autouse=True)
@@ -104,3 +106,45 @@ def test_questions_that_do_not_fit_the_budget_are_counted(tmp_path, monkeypatch,
     said = " ".join(capsys.readouterr().out.split())
     assert re.search(r"3 of \d+ train questions do not fit the budget of the agent and are skipped", said)
     assert "test questions do not fit" not in said
+
+
+def test_a_run_asks_several_questions_as_one_and_keeps_them_one_by_one(tmp_path, monkeypatch):
+    config = made_for_a_run(tmp_path, monkeypatch, objectives=3, test_share=0.4)
+    for name in ("train", "test"):
+        asked = read_questions(tmp_path / "run" / "questions" / f"{name}.parquet")
+        single = read_questions(tmp_path / "run" / "questions" / "single" / f"{name}.parquet")
+        assert len(asked) == len(single) // 3 > 1
+        assert all(len(question.objectives) == question.text.count(GAP) == 3 for question in asked)
+        parts = [part for question in asked for part in question.id.split("+")]
+        assert set(parts) <= {question.id for question in single} and len(set(parts)) == len(parts)
+        assert parts != [question.id for question in single][: len(parts)]  # neighbours are drawn
+    assert config.data.train.endswith("questions/train.parquet")
+
+
+def linked(first: str, second: str, passage: str) -> Question:
+    return Question(
+        id=passage,
+        text=f"{first} / [X]: {second}",
+        golden_answers=["1903"],
+        num_hops=2,
+        evidence=[Evidence(passage_id="first", value="Ada Loman"), Evidence(passage_id=passage, value="1903")],
+    )
+
+
+def test_a_question_of_two_passages_needs_the_first_one_if_a_search_by_the_second_sentence_misses(tmp_path, capsys):
+    texts = {
+        "first": "The mill on the river was built by Ada Loman.",
+        "common": "Ada Loman was born in 1903 in the north.",
+        "rare": "Ada Loman sold walnuts from a velvet balloon in 1903.",
+        **{f"other-{number}": "He was born in spring in the north." for number in range(5)},
+    }
+    build_passages((Passage(id=name, title=name, text=text) for name, text in texts.items()), tmp_path, lexical=True)
+    first = "The mill on the river was built by [X]."
+    common = linked(first, "[X] was born in ____ in the north.", "common")
+    rare = linked(first, "[X] sold walnuts from a velvet balloon in ____.", "rare")
+    single = Question(id="single", text=f"Ada Loman was born in {GAP}.", golden_answers=["1903"])
+    for num_passages, kept in ((1, [common, single]), (10, [single])):
+        searched = RetrievalConfig(index=str(tmp_path), num_passages=1, max_passages=num_passages)
+        assert _that_need_links([common, rare, single], tmp_path, searched, "train") == kept
+    said = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 train questions about two passages are rejected: their second sentence alone finds" in said

@@ -18,7 +18,7 @@ from benchmarks.claim_table import CLAIMS, GRID, LENGTHS, ROWS, SETS, TRAININGS,
 from benchmarks.claims import Finding, markers, question_file, verdict_of, with_claim
 from mempipe.agents.memagent import MemAgentBudget
 from mempipe.config import RunConfig
-from mempipe.data.qa import read_questions
+from mempipe.data.qa import read_questions, write_questions
 from mempipe.data.scripted_agents import FACT_TOKENS
 from mempipe.data.world import parse_question, stated_facts
 from mempipe.engines.tiny import build_tokenizer
@@ -28,7 +28,7 @@ from mempipe.evaluation.statistics import Interval
 from mempipe.loader import load_config
 from mempipe.rollout import make_renderer
 from mempipe.studies.over_seeds import SeedCell
-from mempipe.types import Question
+from mempipe.types import Evidence, Question
 
 PAGES = claims.pages_of(claims.PAGE)
 PAGE = "\n".join(PAGES.values())
@@ -256,6 +256,25 @@ def test_the_questions_of_a_file_that_a_training_left_are_counted(tmp_path):
     assert claims.num_asked({1: {"smollm2": {"gaps": rows}}, 2: {"smollm2": {"gaps": rows[:4]}}}, 384) == "4 to 5"
     assert claims.num_asked({1: {"smollm2": {"gaps": rows}}}, 384) == "5"
     assert claims.num_asked({1: {"full": {"world": rows}}}, 384) == "384"
+
+
+@pytest.mark.parametrize(("number", "asked"), [("gaps-1", 5), ("gaps-4", 3)])
+def test_questions_of_a_file_are_asked_so_many_at_once(tmp_path, number, asked):
+    single = [
+        Question(
+            id=f"q{i}",
+            text=f"In {i} it was ____.",
+            golden_answers=[f"a{i}"],
+            evidence=[Evidence(passage_id="p", value=f"a{i}")],
+        )
+        for i in range(14)
+    ]
+    (tmp_path / SETS[number].file).parent.mkdir(parents=True)
+    write_questions(tmp_path / SETS[number].file, single)
+    first, again = (read_questions(question_file(tmp_path, number, seed, num_questions=5)) for seed in (1, 1))
+    assert first == again and len(first) == asked
+    assert {len(question.objectives) for question in first} == {SETS[number].objectives}
+    assert read_questions(question_file(tmp_path, number, 2, num_questions=5)) != first  # drawn by the seed
 
 
 @pytest.mark.slow

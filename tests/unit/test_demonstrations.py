@@ -27,6 +27,7 @@ from test_remote_retrieval import serving
 
 from mempipe.agents.protocol import tool_call_texts
 from mempipe.config import RunConfig
+from mempipe.data.objectives import join_objectives
 from mempipe.data.qa import write_questions
 from mempipe.data.scripted_agents import Noise
 from mempipe.data.trajectories import read_trajectories, write_trajectories
@@ -392,6 +393,65 @@ def test_a_forgetful_script_leaves_its_memory_as_it_was():
     assert forgetful.reply(f"{prompt}<memory>") == f"{KNOWS_NOTHING}</memory>"
     assert forgetful.reply(prompt) == f"<memory>{KNOWS_NOTHING}</memory>"
     assert "Rebma" in careful.reply(prompt)
+
+
+LINKED = Question(
+    id="linked",
+    text="The [X] River flows past the old town of Rebma. / [X]: The [X] River ends in ____.",
+    golden_answers=["Lake Nerol"],
+    num_hops=2,
+    evidence=[Evidence(passage_id="p0", value="Amber"), Evidence(passage_id="lake", value="Lake Nerol")],
+)
+
+
+@pytest.mark.parametrize("agent", ["memsearcher", "mem1", "react"])
+def test_a_script_fills_the_gaps_of_several_objectives_one_after_the_other(config, tmp_path, agent):
+    lake = Passage(id="lake", title="Lake", text="The Amber River ends in Lake Nerol.")
+    build_index([*PASSAGES, lake], tmp_path / "more", lexical=True)
+    asked = list(join_objectives([LINKED, *QUESTIONS[1:6]], objectives=3))
+    write_questions(tmp_path / "joined.parquet", asked)
+    values = config.model_dump(mode="json", exclude={"agent", "budget"})
+    config = parse_config(
+        {
+            **values,
+            "agent": {"name": agent} if agent != "memsearcher" else {"prompts": "compact"},
+            "budget": {"question_tokens": 900, "action_tokens": 900, "observation_tokens": 600, "max_turns": 6}
+            | {"context_tokens": 16384}
+            | ({"memory_tokens": 400, "memory_message_tokens": 500} if agent == "memsearcher" else {}),
+            "retrieval": {**values["retrieval"], "index": str(tmp_path / "more")},
+            "data": {"train": str(tmp_path / "joined.parquet")},
+            "warm_start": {**values["warm_start"], "num_clean_trajectories": 2, "num_held_out": 0}
+            | {"num_noisy_trajectories": 0},
+        }
+    )
+    for group in demonstrations(config).clean:
+        (trajectory,) = group.trajectories
+        assert trajectory.em == 1 and trajectory.answer == group.question.golden_answers[0]
+        searched = [search.query for context in trajectory.contexts for search in context.searches]
+        assert len(searched) == len(group.question.evidence)  # one search for each fact, in the order of the question
+        if agent == "memsearcher":
+            notes = trajectory.contexts[-1].memory_before.split("; ")
+            assert [note.partition("[")[2].partition("]")[0] for note in notes] == [
+                fact.value for fact in group.question.evidence
+            ]
+            assert all(len(note.split()) <= 9 for note in notes)  # the value and four words on each side
+
+
+def test_a_script_gives_up_what_a_search_did_not_find_and_goes_to_the_next_objective():
+    (asked,) = join_objectives([LINKED, QUESTIONS[1]], objectives=2)
+    script = ClozeMemSearcher(question=asked)
+    memory = "<memory>nothing yet</memory>"
+    (call,) = tool_call_texts(script.reply(memory))
+    assert "Rebma" in json.loads(call)["arguments"]["query"]
+    note = script.reply(f"{memory}<tool_response>Nothing of use.</tool_response><memory>")
+    assert note == "The [unknown] River flows past the</memory>"
+    (call,) = tool_call_texts(script.reply(f"<memory>{note}"))
+    assert "Birch" in json.loads(call)["arguments"]["query"]
+    passage = f"<tool_response>{PASSAGES[1].text}</tool_response>"
+    note = script.reply(f"<memory>{note}{passage}<memory>")
+    assert note == "The [unknown] River flows past the; the old town of [Hcrib] .</memory>"
+    answer = script.reply(f"<memory>{note}")
+    assert answer.endswith(r"\boxed{River; Hcrib}")  # of the first one a name of its text
 
 
 @pytest.mark.parametrize(

@@ -213,10 +213,16 @@ def test_questions_are_known_by_the_hash_that_earlier_versions_gave_them():
     )
 
 
-def test_the_script_for_one_gap_does_not_play_two():
+def test_a_script_plays_gaps_that_it_can_tell_apart():
     gaps = [replace(BORN, text=f"{GAP} directs Film"), replace(CAPITAL, text=f"{GAP} is a city")]
     assert all(map(ClozeDemonstration.can_play, gaps))
-    assert not ClozeDemonstration.can_play(next(join_objectives(gaps, objectives=2)))
+    assert ClozeDemonstration.can_play(next(join_objectives(gaps, objectives=2)))
+    for others in (
+        [replace(BORN, text=f"Why?; {GAP} directs Film"), gaps[1]],  # three texts
+        [gaps[0], CAPITAL],  # no gap
+        [gaps[0], replace(gaps[1], evidence=[])],
+    ):
+        assert not ClozeDemonstration.can_play(next(join_objectives(others, objectives=2)))
 
 
 def test_the_command_says_how_many_questions_were_too_few_for_one_more(tmp_path, capsys):
