@@ -19,7 +19,7 @@ from mempipe.data.objectives import join_objectives
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.data.world import Relations, World, make_questions, make_worlds
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.masking.cloze import SPLITS, second_words
+from mempipe.masking.cloze import SPLITS, second_words, with_second_cut
 from mempipe.masking.config import AskedClozeConfig
 from mempipe.progress import say
 from mempipe.retrieval.build import build_index
@@ -33,6 +33,8 @@ from mempipe.storage.files import whole_folder
 from mempipe.types import Question
 
 NUM_HELD_OUT_WORLDS = 8
+CUTS = (10, 8, 6, 5, 4, 3)
+"""Words on each side of a gap, to which a second sentence is cut until a search by them misses its passage."""
 
 
 def prepare(run: Run) -> RunConfig:
@@ -101,28 +103,37 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: AskedClozeConfig) 
 
 
 def _that_need_links(asked: Sequence[Question], index: Path, searched: RetrievalConfig, split: str) -> list[Question]:
-    """Returns the questions without those of two passages whose second sentence alone finds its passage."""
+    """Returns the questions, without those of two passages whose second sentence finds its passage alone, however much
+    of it is cut off."""
     from mempipe.retrieval.retriever import Query, Retriever
 
     retriever = Retriever(index, mode=searched.mode, encoder_path=searched.encoder_path)
-    words = {question.id: found for question in asked if (found := second_words(question))}
-    linked = [question for question in asked if question.id in words]
-    results = retriever.search(
-        [
-            Query(text=" ".join(words[each.id]), num_passages=searched.max_passages, partition=each.partition)
-            for each in linked
-        ]
-    )
-    found_alone = {
-        question.id
-        for question, result in zip(linked, results, strict=True)
-        if question.evidence[-1].passage_id in {passage.id for passage in result.passages}
-    }
+    linked = {question.id: question for question in asked if second_words(question)}
+    finding, num_cut = list(linked), 0
+    for num_words in (None, *CUTS):
+        tried = [linked[each] if num_words is None else with_second_cut(linked[each], num_words) for each in finding]
+        results = retriever.search(
+            [
+                Query(
+                    text=" ".join(second_words(question)),
+                    num_passages=searched.max_passages,
+                    partition=question.partition,
+                )
+                for question in tried
+            ]
+        )
+        finding = []
+        for question, result in zip(tried, results, strict=True):
+            if question.evidence[-1].passage_id in {passage.id for passage in result.passages}:
+                finding.append(question.id)
+            else:
+                linked[question.id] = question
+                num_cut += num_words is not None
     say(
-        f"{len(found_alone):,} of {len(linked):,} {split} questions about two passages are rejected: their second "
-        "sentence alone finds its passage (cloze.needs_link)"
+        f"{len(linked) - len(finding):,} of {len(linked):,} {split} questions about two passages need both, "
+        f"{num_cut:,} of them with a shorter second sentence; the others are rejected (cloze.needs_link)"
     )
-    return [question for question in asked if question.id not in found_alone]
+    return [linked.get(question.id, question) for question in asked if question.id not in finding]
 
 
 def _joined(asked: Iterable[Question], objectives: int, *, seed: int) -> list[Question]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import polars as pl
 
@@ -298,6 +298,15 @@ def second_words(question: Question) -> list[str]:
     """Returns the words of the sentence with the gap of a question about two passages; none for other questions."""
     *_, about = question.text.partition(f" / {LINK}: ")
     return WORDS.findall(about.replace(GAP, " ").replace(LINK, " "))
+
+
+def with_second_cut(question: Question, num_words: int) -> Question:
+    """Returns a question about two passages with its second sentence cut to `num_words` words on each side of the
+    gap."""
+    described, between, about = question.text.partition(f" / {LINK}: ")
+    before, gap, after = about.partition(GAP)
+    words = " ".join([*before.split()[-num_words:], gap, *after.split()[:num_words]])
+    return replace(question, text=f"{described}{between}{words}")
 
 
 def _gapped(sentence: str, start: int, answer: str, *, mark: str = GAP) -> str:

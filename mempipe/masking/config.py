@@ -55,6 +55,7 @@ class AskedClozeConfig(ClozeConfig):
     needs_link: bool = False
     """Keep a question of two passages only if the words of its second sentence alone do not find their passage in the
     run's index, among `retrieval.max_passages`: then the first sentence has to be read, and what it tells remembered.
+    A second sentence that finds it is cut to the words around the gap first.
     """
 
     @property

@@ -19,7 +19,7 @@ from mempipe.data.packaged import PackageUnavailable
 from mempipe.data.qa import read_questions
 from mempipe.engines.tiny import build_tokenizer
 from mempipe.loader import parse_config
-from mempipe.masking.cloze import GAP, find_candidates
+from mempipe.masking.cloze import GAP, LINK, find_candidates
 from mempipe.masking.config import ClozeConfig
 from mempipe.masking.entities import make_finder
 from mempipe.retrieval.build import build_index as build_passages
@@ -136,15 +136,20 @@ def test_a_question_of_two_passages_needs_the_first_one_if_a_search_by_the_secon
         "first": "The mill on the river was built by Ada Loman.",
         "common": "Ada Loman was born in 1903 in the north.",
         "rare": "Ada Loman sold walnuts from a velvet balloon in 1903.",
-        **{f"other-{number}": "He was born in spring in the north." for number in range(5)},
+        "long": "After the sale of walnuts for a velvet balloon, Ada Loman was born in 1903 in the north.",
+        **{f"other-{number}": "In the north he was born in spring, in the north of the north." for number in range(5)},
     }
     build_passages((Passage(id=name, title=name, text=text) for name, text in texts.items()), tmp_path, lexical=True)
     first = "The mill on the river was built by [X]."
     common = linked(first, "[X] was born in ____ in the north.", "common")
     rare = linked(first, "[X] sold walnuts from a velvet balloon in ____.", "rare")
+    long = linked(first, texts["long"].replace("Ada Loman", LINK).replace("1903", GAP), "long")
     single = Question(id="single", text=f"Ada Loman was born in {GAP}.", golden_answers=["1903"])
-    for num_passages, kept in ((1, [common, single]), (10, [single])):
-        searched = RetrievalConfig(index=str(tmp_path), num_passages=1, max_passages=num_passages)
-        assert _that_need_links([common, rare, single], tmp_path, searched, "train") == kept
+    searched = RetrievalConfig(index=str(tmp_path), num_passages=1, max_passages=1)
+    kept = _that_need_links([common, rare, single, long], tmp_path, searched, "train")
+    assert kept[:2] == [common, single] and [each.id for each in kept[2:]] == ["long"]
+    assert kept[2].text == f"{first} / [X]: of walnuts for a velvet balloon, [X] was born in ____ in the north."
     said = " ".join(capsys.readouterr().out.split())
-    assert "1 of 2 train questions about two passages are rejected: their second sentence alone finds" in said
+    assert "2 of 3 train questions about two passages need both, 1 of them with a shorter second sentence" in said
+    deep = searched.model_copy(update={"max_passages": 10})
+    assert _that_need_links([common, rare, single], tmp_path, deep, "train") == [single]
