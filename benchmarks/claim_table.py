@@ -110,6 +110,8 @@ FULL_HISTORY = (
     "agent={name: react}",
     "budget={question_tokens: 256, action_tokens: 64, observation_tokens: 224, max_turns: 6, context_tokens: 2048}",
 )
+MEASURED_LATER = ("evaluation.untrained=false", "evaluation.num_questions=50")
+"""A training of SmolLM2 evaluates for half an hour, and the claim asks its own questions afterwards."""
 FOUR_GAPS: Mapping[str, Any] = {"budget": {"question_tokens": 512, "max_turns": 10, "context_tokens": 2048}}
 """Four gaps need four searches and an answer, and twice the question."""
 
@@ -167,15 +169,15 @@ TRAININGS: dict[str, Training] = {
         config="smollm2_cloze_search",
         settings=("warm_start.num_clean_trajectories=210", CLEAN, "num_steps=1"),
     ),
-    "two-gaps": Training(config="smollm2_two_gaps"),
-    "two-gaps-clean": Training(
-        config="smollm2_two_gaps",
-        settings=("warm_start.num_clean_trajectories=210", CLEAN, "num_steps=1"),
-    ),
-    "two-gaps-rejection": Training(
-        config="smollm2_two_gaps", settings=(*REJECTION, 'model.source=""'), begins="two-gaps/warm_start"
-    ),
-    "two-gaps-react": Training(config="smollm2_two_gaps", settings=FULL_HISTORY),
+    **{
+        name: Training(config="smollm2_two_gaps", settings=(*settings, *MEASURED_LATER), begins=begins)
+        for name, settings, begins in (
+            ("two-gaps", (), ""),
+            ("two-gaps-clean", ("warm_start.num_clean_trajectories=210", CLEAN, "num_steps=1"), ""),
+            ("two-gaps-rejection", (*REJECTION, 'model.source=""'), "two-gaps/warm_start"),
+            ("two-gaps-react", FULL_HISTORY, ""),
+        )
+    },
 }
 
 ROWS: dict[str, Row] = {

@@ -135,9 +135,15 @@ def _data_evidence(arguments: argparse.Namespace) -> None:
 def _data_cloze(arguments: argparse.Namespace) -> None:
     from mempipe.data.plain_text import check_source
     from mempipe.loader import parse_overrides, parse_section
-    from mempipe.masking.config import ClozeConfig
+    from mempipe.masking.config import AskedClozeConfig, ClozeConfig
 
-    config = parse_section(parse_overrides(arguments.overrides), ClozeConfig)
+    settings = parse_overrides(arguments.overrides)
+    if of_runs := sorted(settings.keys() & (AskedClozeConfig.model_fields.keys() - ClozeConfig.model_fields.keys())):
+        raise ConfigError(
+            f"{of_runs[0]} is a setting of a run with a `cloze` section, which searches its questions' index; "
+            "for files there is `mempipe data objectives FILE OUT.parquet --n 2`"
+        )
+    config = parse_section(settings, ClozeConfig)
     check_source(arguments.corpus)  # refuses a missing file before Ray is imported
     from pipelines.build_cloze import build_cloze, describe, shown
 

@@ -288,6 +288,7 @@ def test_a_source_that_is_not_there_is_said_before_anything_heavy_is_imported(tm
         (["serve", "runs/nothing"], "runs/nothing does not exist; give a run's folder"),
         (["data", "cloze", "nowhere.jsonl", "out"], "nowhere.jsonl does not exist"),
         (["data", "cloze", "nowhere.txt", "out"], "nowhere.txt does not exist"),
+        (["data", "cloze", "f", "out", "objectives=2"], "objectives is a setting of a run with a `cloze` section"),
         (["serve", here, "--index", "nowhere"], no_folder),
         (["serve", here, "settings.retrieval.index=nowhere"], no_folder),
         (["serve", here, "budget.max_turns=3"], "budget is of the run, not of the service; write settings.budget"),
