@@ -41,8 +41,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuestionSet:
-    """Questions about the held-out worlds of a seed, or the `file` in the folder of a training: the whole file, or with
-    `most` so many, each made of `objectives` of its questions."""
+    """Questions about the held-out worlds of a seed, or the `file` in the folder of a training. Of a file all questions
+    are asked; with `most` at most that number, each joined from `objectives` of its questions."""
 
     hops: Sequence[int] = (1, 2, 3)
     passages: int = 4
@@ -105,7 +105,8 @@ GRID = {
 """The baseline is tuned over this grid, and the claim must hold against each of its trainings."""
 BUDGETS = (4, 6, 8, 12, 16, 32)
 GAP_BUDGETS = (24, 48)
-"""Smaller memories than the 96 tokens of the training. A note takes 15 tokens, in one of 20 memories more than 19."""
+"""Smaller memories than the 96 tokens of the training. The script's notes of a pair take 32 tokens in the median, more
+than 24 for 92 % of the pairs, more than 48 for 7 %."""
 FULL_HISTORY = (
     "agent={name: react}",
     "budget={question_tokens: 256, action_tokens: 64, observation_tokens: 224, max_turns: 6, context_tokens: 2048}",

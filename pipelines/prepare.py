@@ -19,7 +19,7 @@ from mempipe.data.objectives import join_objectives
 from mempipe.data.qa import read_questions, write_questions
 from mempipe.data.world import Relations, World, make_questions, make_worlds
 from mempipe.engines.tokenizer import load_tokenizer
-from mempipe.masking.cloze import SPLITS, second_words, with_second_cut
+from mempipe.masking.cloze import SPLITS, is_linked, needing_link
 from mempipe.masking.config import AskedClozeConfig
 from mempipe.progress import say
 from mempipe.retrieval.build import build_index
@@ -33,8 +33,6 @@ from mempipe.storage.files import whole_folder
 from mempipe.types import Question
 
 NUM_HELD_OUT_WORLDS = 8
-CUTS = (10, 8, 6, 5, 4, 3)
-"""Words on each side of a gap, to which a second sentence is cut until a search by them misses its passage."""
 
 
 def prepare(run: Run) -> RunConfig:
@@ -85,8 +83,18 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: AskedClozeConfig) 
                 asked = _that_need_links(asked, index, config.retrieval, split)
             if cloze.objectives > 1:
                 write_questions(file.parent / "single" / file.name, asked)
-                asked = _joined(asked, cloze.objectives, seed=config.seed)
+                num_single, asked = len(asked), _joined(asked, cloze.objectives, seed=config.seed)
+                if split == "train" and not asked:
+                    raise ConfigError(
+                        f"cloze.objectives is {cloze.objectives}, but data.corpus gives {num_single} training "
+                        "questions in all, too few for one joined question; add texts, or lower it"
+                    )
             fitting = [question for question in asked if _fits(renderer, question)]
+            if split == "train" and asked and not fitting:
+                raise ConfigError(
+                    f"none of the {len(asked):,} training questions fits the budget of the agent; raise "
+                    f"budget.question_tokens, which is {config.budget.question_tokens}"
+                )
             if unfit := len(asked) - len(fitting):
                 say(f"{unfit:,} of {len(asked):,} {split} questions do not fit the budget of the agent and are skipped")
             if fitting or split == "train":
@@ -103,37 +111,28 @@ def _with_cloze_questions(run: Run, config: RunConfig, cloze: AskedClozeConfig) 
 
 
 def _that_need_links(asked: Sequence[Question], index: Path, searched: RetrievalConfig, split: str) -> list[Question]:
-    """Returns the questions, without those of two passages whose second sentence finds its passage alone, however much
-    of it is cut off."""
+    """Returns the questions without those of two passages that need one of them only, and says how many are left."""
     from mempipe.retrieval.retriever import Query, Retriever
 
     retriever = Retriever(index, mode=searched.mode, encoder_path=searched.encoder_path)
-    linked = {question.id: question for question in asked if second_words(question)}
-    finding, num_cut = list(linked), 0
-    for num_words in (None, *CUTS):
-        tried = [linked[each] if num_words is None else with_second_cut(linked[each], num_words) for each in finding]
-        results = retriever.search(
-            [
-                Query(
-                    text=" ".join(second_words(question)),
-                    num_passages=searched.max_passages,
-                    partition=question.partition,
-                )
-                for question in tried
-            ]
+
+    def found(words: str, partition: str) -> set[str]:
+        (result,) = retriever.search([Query(text=words, num_passages=searched.max_passages, partition=partition)])
+        return {passage.id for passage in result.passages}
+
+    kept, num_linked, num_kept, num_cut = list[Question](), 0, 0, 0
+    for question in asked:
+        needing = needing_link(question, found)
+        kept += [needing] if needing else []
+        if is_linked(question):
+            num_linked, num_kept = num_linked + 1, num_kept + (needing is not None)
+            num_cut += needing is not None and needing.text != question.text
+    if num_linked:
+        say(
+            f"{num_kept:,} of {num_linked:,} {split} questions about two passages need both, {num_cut:,} of them with "
+            "a shorter second sentence; the others are rejected (cloze.needs_link)"
         )
-        finding = []
-        for question, result in zip(tried, results, strict=True):
-            if question.evidence[-1].passage_id in {passage.id for passage in result.passages}:
-                finding.append(question.id)
-            else:
-                linked[question.id] = question
-                num_cut += num_words is not None
-    say(
-        f"{len(linked) - len(finding):,} of {len(linked):,} {split} questions about two passages need both, "
-        f"{num_cut:,} of them with a shorter second sentence; the others are rejected (cloze.needs_link)"
-    )
-    return [linked.get(question.id, question) for question in asked if question.id not in finding]
+    return kept
 
 
 def _joined(asked: Iterable[Question], objectives: int, *, seed: int) -> list[Question]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
 import polars as pl
@@ -29,6 +29,10 @@ MANIFEST = "cloze.json"
 """File in a folder of questions: their settings and counts, and the source of their passages in words."""
 
 GAP, LINK = "____", "[X]"
+SECOND_SENTENCE = f" / {LINK}: "
+"""Separates the sentences of a question about two passages: the first describes the link, the second has the gap."""
+CUTS = (10, 8, 6, 5, 4, 3)
+"""Words on each side of a gap, to which a second sentence is cut that finds its passage alone."""
 SPLITS = ("train", "validation", "test")
 RULES = {
     "short": "the answer has fewer than two letters or digits, or its sentence too few other words",
@@ -277,7 +281,7 @@ def _pair_question(row: dict) -> Question | None:
     link, link_kind = row["link_answer"], row["link_kind"]
     described = _gapped(row["link_sentence"], row["link_start"], link, mark=LINK)
     about, _ = hide(_gapped(row["sentence"], row["start"], row["answer"]), link, link_kind, LINK)
-    text = f"{described} / {LINK}: {about}"
+    text = f"{described}{SECOND_SENTENCE}{about}"
     if can_be_read(text, row["answer"], row["kind"]) or can_be_read(text, link, link_kind) or GAP not in about:
         return None
     return Question(
@@ -294,19 +298,28 @@ def _pair_question(row: dict) -> Question | None:
     )
 
 
-def second_words(question: Question) -> list[str]:
-    """Returns the words of the sentence with the gap of a question about two passages; none for other questions."""
-    *_, about = question.text.partition(f" / {LINK}: ")
-    return WORDS.findall(about.replace(GAP, " ").replace(LINK, " "))
+def is_linked(question: Question) -> bool:
+    """Returns whether a question is about two passages."""
+    return SECOND_SENTENCE in question.text
 
 
-def with_second_cut(question: Question, num_words: int) -> Question:
-    """Returns a question about two passages with its second sentence cut to `num_words` words on each side of the
-    gap."""
-    described, between, about = question.text.partition(f" / {LINK}: ")
-    before, gap, after = about.partition(GAP)
-    words = " ".join([*before.split()[-num_words:], gap, *after.split()[:num_words]])
-    return replace(question, text=f"{described}{between}{words}")
+def needing_link(question: Question, found: Callable[[str, str], Collection[str]]) -> Question | None:
+    """Returns a question about two passages with as much of its second sentence as does not find the passage of the
+    gap alone: the whole sentence, or CUTS words on each side of the gap. Returns None if the fewest words find it.
+    Other questions are returned as they are.
+
+    `found` takes the words of a search and a part of the corpus, and returns the ids of the passages found there.
+    """
+    if not is_linked(question):
+        return question
+    described, _, about = question.text.partition(SECOND_SENTENCE)
+    before, _, after = about.partition(GAP)
+    shorter = (" ".join([*before.split()[-count:], GAP, *after.split()[:count]]) for count in CUTS)
+    for sentence in (about, *shorter):
+        words = WORDS.findall(sentence.replace(GAP, " ").replace(LINK, " "))
+        if question.evidence[-1].passage_id not in found(" ".join(words), question.partition):
+            return replace(question, text=f"{described}{SECOND_SENTENCE}{sentence}")
+    return None
 
 
 def _gapped(sentence: str, start: int, answer: str, *, mark: str = GAP) -> str:

@@ -18,7 +18,7 @@ from typing import Any
 from mempipe.data.objectives import joinable
 from mempipe.data.scripted_agents import MEMORY_OPEN, NO_NOISE, TOOL_NAME, Noise, last_between
 from mempipe.facts import facts_by_objective, golden_by_objective
-from mempipe.masking.cloze import GAP, LINK
+from mempipe.masking.cloze import GAP, LINK, SECOND_SENTENCE
 from mempipe.masking.entities import RuleFinder
 from mempipe.spelling import is_written, written
 from mempipe.text import TARGET
@@ -311,7 +311,7 @@ def _separate(question: Question) -> list[str]:
 
 def _gaps(text: str, facts: Sequence[Evidence]) -> list[_Gap]:
     """Returns the gap of a question about one sentence, or link and gap of one about two."""
-    described, _, about = text.partition(f" / {LINK}: ")
+    described, _, about = text.partition(SECOND_SENTENCE)
     *links, answer = (fact.value for fact in facts)
     if not (links and about):
         return [_Gap(mark=GAP, sentence=text, value=answer)]

@@ -82,6 +82,7 @@ def test_a_corpus_that_cannot_be_downloaded_is_replaced_by_the_fallback_and_stay
 def made_for_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch, **cloze: float) -> RunConfig:
     """The inputs of a run with a cloze section, its index aside."""
     corpus = folder / "wiki.jsonl"
+    folder.mkdir(exist_ok=True)
     sentence = "In the cold spring Ada{} Loman walked across {} frozen fields toward the old mill."
     rows = [{"id": str(i), "contents": f'"House {i}"\n{sentence.format(i, 30 + i)}'} for i in range(40)]
     corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -119,6 +120,17 @@ def test_a_run_asks_several_questions_as_one_and_keeps_them_one_by_one(tmp_path,
         assert set(parts) <= {question.id for question in single} and len(set(parts)) == len(parts)
         assert parts != [question.id for question in single][: len(parts)]  # neighbours are drawn
     assert config.data.train.endswith("questions/train.parquet")
+
+
+def test_a_run_without_a_question_that_it_can_train_on_says_which_setting_to_change(tmp_path, monkeypatch):
+    few = r"cloze\.objectives is 16, but data\.corpus gives \d+ training questions in all, too few .* add texts"
+    with pytest.raises(ConfigError, match=few):
+        made_for_a_run(tmp_path / "few", monkeypatch, objectives=16, test_share=0.8)
+    monkeypatch.setattr("pipelines.prepare._fits", lambda *_: False)
+    long = r"none of the \d+ training questions fits the budget of the agent; raise budget\.question_tokens"
+    with pytest.raises(ConfigError, match=long):
+        made_for_a_run(tmp_path / "long", monkeypatch)
+    assert not [*tmp_path.glob("*/run/questions/*.parquet")]  # nothing is left that a later run would take
 
 
 def linked(first: str, second: str, passage: str) -> Question:
