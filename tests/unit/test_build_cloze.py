@@ -28,7 +28,7 @@ from mempipe.runs import Run
 from mempipe.settings import ConfigError
 from mempipe.types import Evidence, Passage, Question
 from pipelines import build_cloze, build_index
-from pipelines.prepare import _that_need_links, prepare
+from pipelines.prepare import _joined, _that_need_links, prepare
 
 
 @pytest.fixture(autouse=True)
@@ -120,6 +120,15 @@ def test_a_run_asks_several_questions_as_one_and_keeps_them_one_by_one(tmp_path,
         assert set(parts) <= {question.id for question in single} and len(set(parts)) == len(parts)
         assert parts != [question.id for question in single][: len(parts)]  # neighbours are drawn
     assert config.data.train.endswith("questions/train.parquet")
+
+
+def test_questions_about_different_parts_of_a_corpus_are_not_asked_as_one():
+    parts = {f"q{i}": "ab"[i % 2] for i in range(9)}
+    asked = [Question(id=name, text=GAP, golden_answers=["x"], partition=part) for name, part in parts.items()]
+    joined = _joined(asked, 2, seed=1)
+    assert [question.partition for question in joined] == ["a", "a", "b", "b"]
+    for question in joined:
+        assert {parts[name] for name in question.id.split("+")} == {question.partition}
 
 
 def test_a_run_without_a_question_that_it_can_train_on_says_which_setting_to_change(tmp_path, monkeypatch):

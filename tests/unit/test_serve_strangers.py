@@ -132,8 +132,8 @@ BAD_REQUESTS = {
     "a space in a name": (head("/v1/answer", length=0, **{"a b": "c"}), 400, "the form of HTTP/1.1"),
     "two lengths": (head("/v1/answer", length=0, **{"Content-Length": "1"}), 400, "the form of HTTP/1.1"),
     "two hosts": (head("/v1/answer", length=0, Host="y"), 400, "one Host header; this one has 2"),
-    "a long header": (head("/v1/answer", length=0, x="y" * 70_000), 431, "at most 65536"),
-    "a long header without end": (head("/v1/answer", length=0, x="y" * 70_000)[:-2], 431, "at most 65536"),
+    "a long header": (head("/v1/answer", length=0, x="y" * 70_000), 431, "more than 65536 bytes"),
+    "a long header without end": (head("/v1/answer", length=0, x="y" * 70_000)[:-2], 431, "more than 65536 bytes"),
 }
 
 

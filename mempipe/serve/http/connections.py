@@ -36,6 +36,7 @@ MAX_UNREAD_BYTES = 2**20
 MAX_PIPELINED = 16
 """Requests of a connection that wait for the answers of earlier ones."""
 MALFORMED = ApiError(400, "the request does not have the form of HTTP/1.1")
+LONG_HEADER = ApiError(431, f"the header has more than {MAX_HEADER_BYTES} bytes")
 NAME = "mempipe.serve.http.connections:GuardedProtocol"
 _BEGINNING = re.compile(rb"[A-Z]{1,32}(?: |$)")
 """The method of a request."""
@@ -113,7 +114,7 @@ class GuardedProtocol(_Protocol):
         self._extra_bytes += len(data)
         super().data_received(data if had_begun else self._with_whole_header(data))
         if self._extra_bytes > MAX_HEADER_BYTES:
-            self._refuse("long_header", _long_header(self._extra_bytes))
+            self._refuse("long_header", LONG_HEADER)
         elif self._unread_bytes > MAX_UNREAD_BYTES:
             self._refuse("large_body")
         elif not self._has_no_request():
@@ -152,7 +153,7 @@ class GuardedProtocol(_Protocol):
 
     def on_headers_complete(self) -> None:
         if self._header_bytes > MAX_HEADER_BYTES:
-            self._cause, self._fault = "long_header", _long_header(self._header_bytes)
+            self._cause, self._fault = "long_header", LONG_HEADER
             raise self._fault  # ends the parsing
         if self._num_hosts > 1:  # a proxy in front may have checked another one than we would (RFC 9112)
             self._fault = ApiError(400, f"a request has one Host header; this one has {self._num_hosts}")
@@ -225,10 +226,6 @@ class GuardedProtocol(_Protocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
-
-
-def _long_header(num_bytes: int) -> ApiError:
-    return ApiError(431, f"the header has {num_bytes} bytes; at most {MAX_HEADER_BYTES} are taken")
 
 
 def _answer(error: ApiError) -> bytes:
