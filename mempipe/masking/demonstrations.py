@@ -26,7 +26,7 @@ from mempipe.types import Evidence, Question
 
 KNOWS_NOTHING = "nothing yet"
 UNKNOWN = "unknown"
-"""Answers a recall that the memory does not help with."""
+"""Answers a recall that the memory does not help with, and is noted for a fact that a search did not find."""
 _FINDER = RuleFinder()
 _MAX_QUERY_WORDS = 10
 _WORD = re.compile(r"\w[\w'’.-]*")
@@ -78,14 +78,18 @@ class _Gap:
     link: str = ""
     """Value of the sentence's other mark."""
 
-    def note(self, value: str, *, num_words: int = 0) -> str:
-        """Returns the sentence with the value in brackets; with `num_words` only that number of words on each side of
-        it.
-        """
-        before, _, after = self.sentence.partition(self.mark)
-        if not num_words:
-            return f"{before}[{value}]{after}"
-        return " ".join([*before.split()[-num_words:], f"[{value}]", *after.split()[:num_words]])
+    @property
+    def known(self) -> str:
+        """Returns the sentence with the value of its other mark, which is filled first."""
+        return self.sentence.replace(LINK, self.link) if self.link else self.sentence
+
+    def whole_note(self) -> str:
+        return self.sentence.replace(self.mark, f"[{self.value}]", 1)
+
+    def short_note(self, value: str) -> str:
+        """Returns the value in brackets, and _NUM_WORDS words of the sentence on each side of it."""
+        before, _, after = self.known.partition(self.mark)
+        return " ".join([*before.split()[-_NUM_WORDS:], f"[{value}]", *after.split()[:_NUM_WORDS]])
 
 
 @dataclass(slots=True, kw_only=True)
@@ -141,9 +145,9 @@ class ClozeDemonstration(Demonstration):
             return None
         several = len(self._objectives) > 1
         if gap.value in observation:
-            note = gap.note(gap.value, num_words=_NUM_WORDS if several else 0)
+            note = gap.short_note(gap.value) if several else gap.whole_note()
         elif several:
-            note = self._not_found(gap)
+            note = gap.short_note(UNKNOWN)
         else:
             return None
         return None if self._chance(self.noise.forget) else note
@@ -152,18 +156,13 @@ class ClozeDemonstration(Demonstration):
         """Returns the next gap that is neither known nor given up; None when there is no such gap."""
         for gaps in self._objectives:
             gap = next((gap for gap in gaps if gap.value not in known), None)
-            if gap is not None and self._not_found(gap) not in known:
+            if gap is not None and gap.short_note(UNKNOWN) not in known:
                 return gap
         return None
 
-    @staticmethod
-    def _not_found(gap: _Gap) -> str:
-        return gap.note(UNKNOWN, num_words=_NUM_WORDS)
-
     def _query(self, gap: _Gap) -> str:
-        part = gap.sentence.replace(LINK, gap.link) if gap.link else gap.sentence
-        words = [w for name in self._names(part) for w in name.split()]
-        words = words or _WORD.findall(part.replace(gap.mark, " "))
+        words = [w for name in self._names(gap.known) for w in name.split()]
+        words = words or _WORD.findall(gap.known.replace(gap.mark, " "))
         words = list(dict.fromkeys(word for word in words if word != "X"))
         if self._chance(self.noise.vague_query):
             words = words[-1:]

@@ -397,7 +397,7 @@ def test_a_forgetful_script_leaves_its_memory_as_it_was():
 
 LINKED = Question(
     id="linked",
-    text="The [X] River flows past the old town of Rebma. / [X]: The [X] River ends in ____.",
+    text="The [X] River flows past the old town of Rebma. / [X]: The [X] River ends in ____ near Zor.",
     golden_answers=["Lake Nerol"],
     num_hops=2,
     evidence=[Evidence(passage_id="p0", value="Amber"), Evidence(passage_id="lake", value="Lake Nerol")],
@@ -406,7 +406,7 @@ LINKED = Question(
 
 @pytest.mark.parametrize("agent", ["memsearcher", "mem1", "react"])
 def test_a_script_fills_the_gaps_of_several_objectives_one_after_the_other(config, tmp_path, agent):
-    lake = Passage(id="lake", title="Lake", text="The Amber River ends in Lake Nerol.")
+    lake = Passage(id="lake", title="Lake", text="The Amber River ends in Lake Nerol near Zor.")
     build_index([*PASSAGES, lake], tmp_path / "more", lexical=True)
     asked = list(join_objectives([LINKED, *QUESTIONS[1:6]], objectives=3))
     write_questions(tmp_path / "joined.parquet", asked)
@@ -424,7 +424,9 @@ def test_a_script_fills_the_gaps_of_several_objectives_one_after_the_other(confi
             | {"num_noisy_trajectories": 0},
         }
     )
-    for group in demonstrations(config).clean:
+    shown = demonstrations(config).clean
+    assert len(shown) == len(asked) == 2
+    for group in shown:
         (trajectory,) = group.trajectories
         assert trajectory.em == 1 and trajectory.answer == group.question.golden_answers[0]
         searched = [search.query for context in trajectory.contexts for search in context.searches]
