@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import reprlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from mempipe.agents.protocol import GenerateFn, SearchFn
 from mempipe.agents.rendering import Renderer
+from mempipe.text import replace_surrogates
 from mempipe.types import Completion, Context, EndReason, FinishReason, Question, Search, ToolUse, Trajectory
 
 R = TypeVar("R", bound=Renderer[Any])
@@ -136,7 +138,8 @@ class Agent(ABC, Generic[R]):
         """Plays one attempt at `question`; it is not scored yet. `on_context` is called with every context as soon as
         it is finished.
 
-        Raises UnfitQuestion when the question does not fit the budget, and whatever `generate` and `search` raise.
+        Raises UnfitQuestion when the question does not fit the budget, TypeError for an answer that is not a text, and
+        whatever `generate` and `search` raise.
         """
         contexts: list[Context] = []
 
@@ -151,13 +154,15 @@ class Agent(ABC, Generic[R]):
                 on_context(contexts[-1])
 
         end_reason, answer = await self._run(question, finish)
+        if not isinstance(answer, str | None):
+            raise TypeError(f"the answer is {reprlib.repr(answer)}; expected a text, or None for no answer")
         return Trajectory(
             id=trajectory_id,
             group_id=group_id,
             member=member,
             contexts=contexts,
             end_reason=EndReason(end_reason),  # a user-defined agent may return its text
-            answer=answer,
+            answer=None if answer is None else replace_surrogates(answer),
         )
 
     @abstractmethod

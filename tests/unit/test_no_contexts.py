@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from typing import Any
+
 import pytest
 
 from mempipe.agents.turn import Agent
@@ -27,11 +30,11 @@ def attempt() -> Trajectory:
 class Answers(Agent):
     """Returns the reason of its end as a text, as written in Python without the enum."""
 
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
+    def __init__(self, reason: str, answer: Any = "Oslo") -> None:
+        self.reason, self.answer = reason, answer
 
     async def _run(self, question, finish):
-        return self.reason, "Oslo"
+        return self.reason, self.answer
 
 
 async def test_the_reason_of_its_end_may_be_a_text_and_an_unknown_one_is_an_error():
@@ -42,6 +45,14 @@ async def test_the_reason_of_its_end_may_be_a_text_and_an_unknown_one_is_an_erro
     assert (row.em, row.answers) == (1.0, ["Oslo"])
     with pytest.raises(ValueError, match="'done' is not a valid EndReason"):
         await Answers("done").rollout(QUESTION, **ids)
+
+
+@pytest.mark.parametrize("answer", [42, ["Oslo"], b"Oslo", False])
+async def test_an_answer_that_is_no_text_is_an_error_that_shows_it(answer):
+    ids = {"trajectory_id": "t", "group_id": "g", "member": 0}
+    with pytest.raises(TypeError, match=f"the answer is {re.escape(repr(answer))}; expected a text"):
+        await Answers("answered", answer).rollout(QUESTION, **ids)
+    assert (await Answers("answered", "\ud800").rollout(QUESTION, **ids)).answer == "\ufffd"
 
 
 def decode(token_ids: object) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from mempipe.loader import load_config
 from mempipe.rollout import Control, make_agent
 from mempipe.settings import ConfigError
 from mempipe.types import EndReason, Trajectory
+from mempipe.user_code import UserCodeError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "notebook_agent"
 TOKENIZER = build_tokenizer()
@@ -145,6 +147,25 @@ def test_every_shipped_problem_has_its_number(monkeypatch):
 def test_a_setting_of_another_agent_is_refused():
     with pytest.raises(ConfigError, match=r"budget\.memory_tokens"):
         load_config(EXAMPLE / "config.yaml", ["budget.memory_tokens=12"])
+
+
+async def test_a_record_of_another_type_is_an_error_of_the_agent_that_names_the_field(monkeypatch):
+    """The records of a built-in agent are not looked at again: they are ours, and nothing is slower than it must be."""
+    played, *_ = await play(["\\boxed{12}"])
+    action: Any = {"call": "search"}
+    contexts = [replace(played.contexts[0], action=action)]
+
+    async def rollout(*_: Any, **__: Any) -> Trajectory:
+        return replace(played, contexts=contexts)
+
+    monkeypatch.setattr(driver_module, "load_tokenizer", lambda _: TOKENIZER)
+    monkeypatch.setattr(driver_module, "make_rollout", lambda *_, **__: rollout)
+    config = load_config(EXAMPLE / "config.yaml")
+    spec = DriverSpec(config=config, sampling=config.sampling, group_size=1, namespace="", generators=[], retrievers=[])
+    question = build_question()
+    sentence = rf"failed at question {question.id}: TypeError: contexts\[0\]\.action is .*; expected a text"
+    with pytest.raises(UserCodeError, match=sentence):
+        await Driver(spec).play("g", question)
 
 
 @pytest.mark.parametrize("in_a_group", [False, True])
