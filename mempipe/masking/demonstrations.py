@@ -87,17 +87,23 @@ class _Gap:
         return self.sentence.replace(self.mark, f"[{self.value}]", 1)
 
     def short_note(self, value: str) -> str:
-        """Returns the value in brackets, and _NUM_WORDS words of the sentence on each side of it."""
-        before, _, after = self.known.partition(self.mark)
-        return " ".join([*before.split()[-_NUM_WORDS:], f"[{value}]", *after.split()[:_NUM_WORDS]])
+        """Returns the value in brackets with the words around it."""
+        return self.around(f"[{value}]")
+
+    def around(self, filling: str) -> str:
+        """Returns the filling, and _NUM_WORDS words of the sentence on each side of it, without the semicolons that
+        separate notes."""
+        before, _, after = self.known.replace(";", "").partition(self.mark)
+        return " ".join([*before.split()[-_NUM_WORDS:], filling, *after.split()[:_NUM_WORDS]])
 
 
 @dataclass(slots=True, kw_only=True)
 class ClozeDemonstration(Demonstration):
     """The base of the scripts that search for the gaps of a question of `mempipe.masking.cloze`.
 
-    Of several objectives it fills one gap after the other. So that a memory holds all of them, its notes are the few
-    words around each gap, and it notes that a search has not found a fact, so that the next objective has its turn.
+    Of several objectives it fills one gap after the other, and a thought names the next one by the words around it. So
+    that a memory holds all of them, its notes are the few words around each gap, and it notes that a search has not
+    found a fact, so that the next objective has its turn.
     """
 
     _turn: int = 0
@@ -117,15 +123,19 @@ class ClozeDemonstration(Demonstration):
         texts, facts = _separate(question), facts_by_objective(question)
         return len(texts) == len(facts) and all(facts) and all(GAP in text for text in texts)
 
+    @property
+    def _are_several(self) -> bool:
+        return len(self._objectives) > 1
+
     def _next(self, known: str) -> tuple[str, str] | None:
-        """Returns the mark that is missing from the notes and the query for it; None to answer: when all is known, when
-        the turns are spent, or early by mistake."""
+        """Returns the gap that is missing from the notes, in words, and the query for it; None to answer: when all is
+        known, when the turns are spent, or early by mistake."""
         self._turn += 1
         gap = self._missing(known)
         last = self.max_turns is not None and self._turn >= self.max_turns
         if gap is None or last or self._chance(self.noise.answer_early):
             return None
-        return gap.mark, self._query(gap)
+        return gap.around(gap.mark) if self._are_several else gap.mark, self._query(gap)
 
     def _answer(self, known: str) -> str:
         """Returns the golden answer of every objective whose facts are all in the notes, else a name of its text."""
@@ -143,10 +153,9 @@ class ClozeDemonstration(Demonstration):
         gap = self._missing(known)
         if gap is None or not observation:
             return None
-        several = len(self._objectives) > 1
         if gap.value in observation:
-            note = gap.short_note(gap.value) if several else gap.whole_note()
-        elif several:
+            note = gap.short_note(gap.value) if self._are_several else gap.whole_note()
+        elif self._are_several:
             note = gap.short_note(UNKNOWN)
         else:
             return None

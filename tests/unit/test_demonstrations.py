@@ -39,6 +39,7 @@ from mempipe.faults import ServiceFault
 from mempipe.loader import parse_config
 from mempipe.masking.demonstrations import (
     KNOWS_NOTHING,
+    ClozeMem1,
     ClozeMemSearcher,
     ClozeReact,
     ReadingDemonstration,
@@ -446,7 +447,9 @@ def test_a_script_gives_up_what_a_search_did_not_find_and_goes_to_the_next_objec
     (asked,) = join_objectives([LINKED, QUESTIONS[1]], objectives=2)
     script = ClozeMemSearcher(question=asked)
     memory = "<memory>nothing yet</memory>"
-    (call,) = tool_call_texts(script.reply(memory))
+    message = script.reply(memory)
+    assert message.startswith("I need The [X] River flows past the</think>")  # which of the gaps
+    (call,) = tool_call_texts(message)
     assert "Rebma" in json.loads(call)["arguments"]["query"]
     note = script.reply(f"{memory}<tool_response>Nothing of use.</tool_response><memory>")
     assert note == "The [unknown] River flows past the</memory>"
@@ -457,6 +460,19 @@ def test_a_script_gives_up_what_a_search_did_not_find_and_goes_to_the_next_objec
     assert note == "The [unknown] River flows past the; the old town of [Hcrib] .</memory>"
     answer = script.reply(f"<memory>{note}")
     assert answer.endswith(r"\boxed{River; Hcrib}")  # of the first one a name of its text
+
+
+def test_a_thought_about_one_of_several_gaps_is_one_note_whatever_its_words_are():
+    """MEM1's notes are separated by semicolons, and all but the last part of a thought are notes."""
+    pause = dataclasses.replace(QUESTIONS[1], id="pause", text="Cirrus: It rose; near ____ it fell; all saw it.")
+    (asked,) = join_objectives([pause, QUESTIONS[2]], objectives=2)
+    script = ClozeMem1(question=asked)
+    message = script.reply("")
+    assert message.startswith("<think>I need Cirrus: It rose near ____ it fell all saw</think>")
+    found = f"{message}<information>{pause.golden_answers[0]}</information>"
+    assert script.reply(found).startswith(
+        f"<think>Cirrus: It rose near [{pause.golden_answers[0]}] it fell all saw; I need "
+    )
 
 
 @pytest.mark.parametrize(
