@@ -28,7 +28,7 @@ import pyarrow as pa
 
 from benchmarks.machine import copy_seconds
 from benchmarks.rows import Row, record
-from mempipe.data.trajectories import group_to_table, table_to_groups
+from mempipe.data.trajectories import groups_to_table, table_to_groups
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.rl.advantages import check_group
 from mempipe.rl.packing import MicroBatch, pack_step, split_updates
@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="print where the seconds go, function by function")
     arguments = parser.parse_args()
     rng = np.random.default_rng(0)
-    tables = [group_to_table(make_group(rng, i, arguments)) for i in range(arguments.groups)]
+    tables = [groups_to_table([make_group(rng, i, arguments)]) for i in range(arguments.groups)]
     before = resident_gib()
     profile = cProfile.Profile()
     if arguments.profile:

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 from mempipe.beacons import reached
 from mempipe.config import RunConfig
-from mempipe.data.trajectories import group_to_table, table_to_groups
+from mempipe.data.trajectories import groups_to_table, table_to_groups
 from mempipe.garbage import no_collections
 from mempipe.rl.advantages import has_signal
 from mempipe.rl.samples import to_samples
@@ -43,7 +43,7 @@ class ReferenceStage:
         self._algorithm = config.algorithm
 
     def __call__(self, batch: pa.Table) -> pa.Table:
-        return pa.concat_tables([group_to_table(self.scored(group)) for group in table_to_groups(batch)])
+        return groups_to_table(map(self.scored, table_to_groups(batch)))
 
     def scored(self, group: Group) -> Group:
         """Adds the reference's log-probs to the group; a group that will be dropped stays as it is."""

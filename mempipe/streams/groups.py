@@ -23,7 +23,7 @@ from mempipe.actors.handles import Handle, find_actor
 from mempipe.actors.lost import GroupFailed, RoleLost
 from mempipe.actors.reference import ReferencePool, ReferenceStage
 from mempipe.beacons import reached
-from mempipe.data.trajectories import arrow_schema, group_to_table, table_to_groups
+from mempipe.data.trajectories import arrow_schema, groups_to_table, table_to_groups
 from mempipe.rl.advantages import check_group, has_signal
 from mempipe.rl.config import AlgorithmConfig
 from mempipe.streams.pools import StagePool, stream_tables
@@ -33,6 +33,9 @@ from mempipe.user_code import UserCodeError
 ATTEMPTS_PER_ROW = 16
 """Attempts in one row of an evaluation, and a row is a block: Ray Data handles about 15 blocks a second, so blocks of
 one attempt would limit the rate. 16 was not tuned."""
+GROUPS_PER_BLOCK = 4
+"""Groups of such a row in one block that leaves the driver, since a block costs Ray Data milliseconds. A finished group
+waits for at most three behind it. The number is fixed: a row that is run again must give the same blocks."""
 ROWS_AHEAD = 2
 """Rows given to a driver, as a multiple of the rows it can play at once, if a row holds several groups. The surplus
 fills places that are free while the slowest group of a row finishes."""
@@ -59,8 +62,8 @@ class GroupStage:
             try:
                 # In the order of the row, not as they finish: when a row is run again, Ray keeps the outputs it had by
                 # their place.
-                for task in tasks:
-                    yield group_to_table(await task)
+                for start in range(0, len(tasks), GROUPS_PER_BLOCK):
+                    yield groups_to_table([await task for task in tasks[start : start + GROUPS_PER_BLOCK]])
             finally:
                 for task in tasks:
                     task.cancel()

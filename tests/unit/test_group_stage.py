@@ -74,3 +74,17 @@ async def test_the_next_row_takes_the_places_that_a_slow_group_leaves(stage):
     await driver.end("c", "f", "g")
     await driver.end("a", "h")
     assert await asyncio.gather(*tasks) == [["a", "b", "c", "d"], ["e", "f", "g", "h"]]
+
+
+async def test_a_row_leaves_in_blocks_of_several_groups_however_they_finish(stage):
+    names = ["a", "b", "c", "d", "e", "f"]
+
+    async def blocks() -> list[list[str]]:
+        return [[group.id for group in table_to_groups(each)] async for each in stage(row(0, *names))]
+
+    task = asyncio.create_task(blocks())
+    await settled()
+    driver: Any = stage._driver
+    for name in ("d", "b", "c", "f", "a", "e"):
+        await driver.end(name)
+    assert await task == [["a", "b", "c", "d"], ["e", "f"]]

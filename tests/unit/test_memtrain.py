@@ -21,7 +21,7 @@ from mempipe.actors.reference import ReferenceStage
 from mempipe.agents.memtrain import MemTrain, MemTrainRenderer, hide
 from mempipe.agents.protocol import UnfitQuestion
 from mempipe.config import RunConfig
-from mempipe.data.trajectories import group_to_table, table_to_groups
+from mempipe.data.trajectories import groups_to_table, table_to_groups
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.faults import InfrastructureFault
 from mempipe.loader import parse_config
@@ -396,7 +396,7 @@ async def test_a_question_gives_a_context_per_chunk_answer_and_recall_and_the_re
     assert all(sample.ref_logprobs == sample.token_ids for sample in samples)
     assert [sample.advantage for sample in samples] == [0.625] * 4 + [0.5, -0.5] + [-0.625] * 4 + [0.0, 0.0]
     assert rollout_metrics([scored])["sampled_tokens"] == sum(sum(sample.loss_mask) for sample in samples)
-    assert table_to_groups(group_to_table(scored)) == [scored]
+    assert table_to_groups(groups_to_table([scored])) == [scored]
     lines = trajectory_lines(scored.question, scored.trajectories[0])
     assert [line.rpartition(" for ")[2] for line in lines if line.startswith("  recall")] == [
         "'Osvin' of chunk 1: 'osvin', right",

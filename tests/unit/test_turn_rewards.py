@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mempipe.data.trajectories import group_to_table, table_to_groups
+from mempipe.data.trajectories import groups_to_table, table_to_groups
 from mempipe.evaluation.rollout_metrics import rollout_metrics
 from mempipe.loader import load_config, parse_config
 from mempipe.reports.alarms import alarms, form_alarm
@@ -289,7 +289,7 @@ def test_what_turns_earned_survives_the_stream_and_is_logged_by_name():
     one = attempt(paid(0, 0.5, -0.25), paid(1, 0.25), paid(2), reward=1.0, f1=1.0)
     two = attempt(paid(0, 0.0), member=1, reward=0.1)
     group = Group(id="q", question=QUESTION, trajectories=with_advantages([one, two], AlgorithmConfig()))
-    (again,) = table_to_groups(group_to_table(group))
+    (again,) = table_to_groups(groups_to_table([group]))
     assert again.trajectories[0].contexts[0].turn_rewards == one.contexts[0].turn_rewards
     assert (again.trajectories[0].earned, again.trajectories[1].earned) == (1.5, 0.1)
     metrics = rollout_metrics([again])
