@@ -138,8 +138,8 @@ class Agent(ABC, Generic[R]):
         """Plays one attempt at `question`; it is not scored yet. `on_context` is called with every context as soon as
         it is finished.
 
-        Raises UnfitQuestion when the question does not fit the budget, TypeError for an answer that is not a text, and
-        whatever `generate` and `search` raise.
+        Raises UnfitQuestion when the question does not fit the budget, TypeError and ValueError when `_run` returns
+        neither a reason of the end nor an answer, and whatever `generate` and `search` raise.
         """
         contexts: list[Context] = []
 
@@ -153,17 +153,27 @@ class Agent(ABC, Generic[R]):
             if on_context is not None:
                 on_context(contexts[-1])
 
-        end_reason, answer = await self._run(question, finish)
-        if not isinstance(answer, str | None):
-            raise TypeError(f"the answer is {reprlib.repr(answer)}; expected a text, or None for no answer")
+        end_reason, answer = self._checked(await self._run(question, finish))
         return Trajectory(
             id=trajectory_id,
             group_id=group_id,
             member=member,
             contexts=contexts,
-            end_reason=EndReason(end_reason),  # a user-defined agent may return its text
-            answer=None if answer is None else replace_surrogates(answer),
+            end_reason=end_reason,
+            answer=answer,
         )
+
+    def _checked(self, ended: Any) -> tuple[EndReason, str | None]:
+        """Returns what `_run` returned, which a user may have written. Raises TypeError and ValueError."""
+        said = f"{type(self).__name__}._run returned"
+        if not isinstance(ended, tuple | list) or len(ended) != 2:
+            raise TypeError(f"{said} {reprlib.repr(ended)}; expected a pair: the reason of the end, and the answer")
+        reason, answer = ended
+        if reason not in list(EndReason):  # its text, too
+            raise ValueError(f"{said} the reason {reprlib.repr(reason)}; expected one of {', '.join(EndReason)}")
+        if not isinstance(answer, str | None):
+            raise TypeError(f"{said} the answer {reprlib.repr(answer)}; expected a text, or None for no answer")
+        return EndReason(reason), None if answer is None else replace_surrogates(answer)
 
     @abstractmethod
     async def _run(self, question: Question, finish: Callable[[Turn], None]) -> tuple[EndReason, str | None]:

@@ -43,16 +43,26 @@ async def test_the_reason_of_its_end_may_be_a_text_and_an_unknown_one_is_an_erro
     assert played.end_reason is EndReason.ANSWERED
     row = result_row(Group(id="g", question=QUESTION, trajectories=[played]), growing=False, prompt_hash="p")
     assert (row.em, row.answers) == (1.0, ["Oslo"])
-    with pytest.raises(ValueError, match="'done' is not a valid EndReason"):
+    with pytest.raises(ValueError, match="_run returned the reason 'done'; expected one of answered, no_action"):
         await Answers("done").rollout(QUESTION, **ids)
 
 
 @pytest.mark.parametrize("answer", [42, ["Oslo"], b"Oslo", False])
 async def test_an_answer_that_is_no_text_is_an_error_that_shows_it(answer):
     ids = {"trajectory_id": "t", "group_id": "g", "member": 0}
-    with pytest.raises(TypeError, match=f"the answer is {re.escape(repr(answer))}; expected a text"):
+    with pytest.raises(TypeError, match=f"returned the answer {re.escape(repr(answer))}; expected a text"):
         await Answers("answered", answer).rollout(QUESTION, **ids)
     assert (await Answers("answered", "\ud800").rollout(QUESTION, **ids)).answer == "\ufffd"
+
+
+@pytest.mark.parametrize("ended", ["Oslo", None, ("answered", "Oslo", 1), 3])
+async def test_an_end_that_is_no_pair_is_an_error_that_shows_it(ended, monkeypatch):
+    async def run(self, question, finish):
+        return ended
+
+    monkeypatch.setattr(Answers, "_run", run)
+    with pytest.raises(TypeError, match=f"Answers._run returned {re.escape(repr(ended))}; expected a pair"):
+        await Answers("answered").rollout(QUESTION, trajectory_id="t", group_id="g", member=0)
 
 
 def decode(token_ids: object) -> str:
