@@ -109,7 +109,7 @@ GAP_BUDGETS = (24, 48)
 than 24 for 92 % of the pairs, more than 48 for 7 %."""
 FULL_HISTORY = (
     "agent={name: react}",
-    "budget={question_tokens: 256, action_tokens: 64, observation_tokens: 224, max_turns: 6, context_tokens: 2048}",
+    "budget={question_tokens: 256, action_tokens: 96, observation_tokens: 224, max_turns: 6, context_tokens: 2048}",
 )
 MEASURED_LATER = ("evaluation.untrained=false", "evaluation.num_questions=50")
 """A training of SmolLM2 evaluates for half an hour, and the claim asks its own questions afterwards."""
@@ -174,7 +174,7 @@ TRAININGS: dict[str, Training] = {
         name: Training(config="smollm2_two_gaps", settings=(*settings, *MEASURED_LATER), begins=begins)
         for name, settings, begins in (
             ("two-gaps", (), ""),
-            ("two-gaps-clean", ("warm_start.num_clean_trajectories=210", CLEAN, "num_steps=1"), ""),
+            ("two-gaps-clean", ("warm_start.num_clean_trajectories=600", CLEAN, "num_steps=1"), ""),
             ("two-gaps-rejection", (*REJECTION, 'model.source=""'), "two-gaps/warm_start"),
             ("two-gaps-react", FULL_HISTORY, ""),
         )
