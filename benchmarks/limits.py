@@ -106,7 +106,15 @@ PARTS = {
         fast=("--only", "speed", "--rounds", "3", "--seconds", "7"),
         needs_run=True,
     ),
-    "start": Part(module="start", thorough=("--rounds", "3")),
+    "start": Part(
+        module="start",
+        thorough=("--rounds", "3"),
+        fast=(
+            "jobs/configs/quickstart.yaml",
+            "warm_start.num_clean_trajectories=200",
+            "warm_start.num_noisy_trajectories=20",
+        ),
+    ),
 }
 
 
