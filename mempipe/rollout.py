@@ -29,7 +29,7 @@ from mempipe.rl.rewards import information_gain, memory_cost, overlong_penalty, 
 from mempipe.rl.turn_rewards import BUILT_IN as TURN_REWARDS
 from mempipe.rl.turn_rewards import TurnValues, weighted
 from mempipe.settings import ConfigError
-from mempipe.types import Completion, Group, Measure, Question, SearchResult, Trajectory
+from mempipe.types import Completion, Group, Measure, Question, SearchResult, Trajectory, from_row, to_row
 from mempipe.user_code import load_user_object, user_code
 
 T = TypeVar("T")
@@ -132,7 +132,8 @@ def make_rollout(
     """Makes the agent's `rollout` for a run: with `ordered` every request has its own seed (`RequestSeeds`).
 
     In training with budget.memory_choices every group draws one of them, by its id and the run's seed, so that a group
-    that is played again has the same. Raises as `make_renderer` does.
+    that is played again has the same. Raises as `make_renderer` does. `rollout` raises TypeError with the field's place
+    for a record of a user-defined agent that holds a value of another type.
     """
     variants = budget_variants(config) if training else [config]
     players = [(variant, make_renderer(variant, tokenizer=tokenizer)) for variant in variants]
@@ -143,7 +144,8 @@ def make_rollout(
         if config.ordered:
             asked = RequestSeeds(config.seed, group_id=group_id, member=member).given_to(generate)
         agent = _bound(variant, renderer, generate=asked, search=search, control=control)
-        return await agent.rollout(question, trajectory_id=trajectory_id, group_id=group_id, member=member)
+        played = await agent.rollout(question, trajectory_id=trajectory_id, group_id=group_id, member=member)
+        return played if config.agent.name in BUILT_IN else from_row(Trajectory, to_row(played))
 
     return rollout
 

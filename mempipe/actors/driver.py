@@ -16,7 +16,6 @@ from mempipe.actors.handles import find_actor
 from mempipe.actors.lost import GroupFailed, RoleLost
 from mempipe.actors.pools import GeneratorPool, RetrieverPool
 from mempipe.agents.protocol import UnfitQuestion
-from mempipe.agents.registry import BUILT_IN
 from mempipe.config import RunConfig
 from mempipe.engines.config import EndpointConfig, SamplingConfig
 from mempipe.engines.endpoint import Endpoint
@@ -30,7 +29,7 @@ from mempipe.rollout import (
     make_rollout,
     run_group,
 )
-from mempipe.types import Group, Question, Trajectory, from_row, to_row
+from mempipe.types import Group, Question, Trajectory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,11 +80,9 @@ class Driver:
             self._gold_logprobs = make_gold_logprobs(config, tokenizer=tokenizer, score=generators.score)
 
     async def _rollout(self, question: Question, **ids: Any) -> Trajectory:
-        """Plays one attempt. Errors in a user-defined agent name the user's file, or the field of its record."""
-        config = self._spec.config
-        with agent_code(config, f"it failed at question {question.id}", passing=(UnfitQuestion, RoleLost)):
-            played = await self._play(question, **ids)
-            return played if config.agent.name in BUILT_IN else from_row(Trajectory, to_row(played))
+        """Plays one attempt. Errors in a user-defined agent name the user's file."""
+        with agent_code(self._spec.config, f"it failed at question {question.id}", passing=(UnfitQuestion, RoleLost)):
+            return await self._play(question, **ids)
 
     async def play(self, group_id: str, question: Question) -> Group:
         """Returns the group's trajectories, scored. Plays the whole group again after a fault of the infrastructure.

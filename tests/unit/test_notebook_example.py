@@ -150,7 +150,7 @@ def test_a_setting_of_another_agent_is_refused():
 
 
 async def test_a_record_of_another_type_is_an_error_of_the_agent_that_names_the_field(monkeypatch):
-    """The records of a built-in agent are not looked at again: they are ours, and nothing is slower than it must be."""
+    """Records of built-in agents are not looked at, which would cost time."""
     played, *_ = await play(["\\boxed{12}"])
     action: Any = {"call": "search"}
     contexts = [replace(played.contexts[0], action=action)]
@@ -159,8 +159,8 @@ async def test_a_record_of_another_type_is_an_error_of_the_agent_that_names_the_
         return replace(played, contexts=contexts)
 
     monkeypatch.setattr(driver_module, "load_tokenizer", lambda _: TOKENIZER)
-    monkeypatch.setattr(driver_module, "make_rollout", lambda *_, **__: rollout)
-    config = load_config(EXAMPLE / "config.yaml")
+    monkeypatch.setattr(Notebook, "rollout", rollout)
+    config = load_config(EXAMPLE / "config.yaml", ["budget.context_tokens=2048"])
     spec = DriverSpec(config=config, sampling=config.sampling, group_size=1, namespace="", generators=[], retrievers=[])
     question = build_question()
     sentence = rf"failed at question {question.id}: TypeError: contexts\[0\]\.action is .*; expected a text"
