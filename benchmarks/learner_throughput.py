@@ -1,7 +1,8 @@
 """Trained tokens per second of one optimiser update: mempipe's packed rows, the same rows padded, and TRL's
 GRPOTrainer.
 
-    python benchmarks/learner_throughput.py [--contexts 650] [--repeats 5] [--threads 1] [--model FOLDER] [--scale 4]
+    python -m benchmarks.learner_throughput [--contexts 650] [--repeats 5] [--threads 1] [--model FOLDER] [--scale 4]
+    python -m benchmarks.learner_throughput --profile [--dtype bfloat16] [--lora-rank 16] [...]
 
 All contestants get the same contexts (a memory agent's: prompt, action, observation, memory message; loss on action and
 memory only), the same random Qwen2 (or a given model) in float32, the same token-mean GRPO loss without KL term, AdamW,
@@ -18,7 +19,7 @@ first update are printed to show that the work is the same.
   with Triton it would leave out prompts.
 
 Contestants alternate within each repeat; medians are compared. On a busy machine the ratios of CPU seconds are the ones
-to look at.
+to look at. `--profile` compares nothing: it prints where the time of one packed update goes, operation by operation.
 """
 
 from __future__ import annotations
@@ -72,7 +73,12 @@ def main() -> None:
     parser.add_argument("--trl-rows", type=int, nargs="+", default=[8, 16], help="micro-batch sizes tried for TRL")
     parser.add_argument("--model", help="a Hugging Face folder; without it a random tiny model")
     parser.add_argument("--scale", type=int, default=1, help="contexts of this many times the tiny world's length")
+    parser.add_argument("--profile", action="store_true", help="print the operations of one packed update")
+    parser.add_argument("--dtype", default="float32", help="of the profiled update")
+    parser.add_argument("--lora-rank", type=int, default=0, help="of the profiled update")
     arguments = parser.parse_args()
+    if not arguments.profile and (arguments.dtype != "float32" or arguments.lora_rank):
+        parser.error("--dtype and --lora-rank need --profile: all sides of a comparison train all weights in float32")
     torch.set_num_threads(arguments.threads)
     samples = make_contexts(arguments.contexts, scale=arguments.scale, seed=0)
     num_tokens = sum(len(s.token_ids) for s in samples)
@@ -81,6 +87,9 @@ def main() -> None:
         if arguments.model is None:
             save_model(Path(folder))
         path = Path(arguments.model or folder)
+        if arguments.profile:
+            print_operations(path, samples, arguments)
+            return
         limit = most_tokens_per_second(path, samples, row_tokens=arguments.row_tokens)
         contestants = make_contestants(path, samples, arguments)
         first = {name: update() for name, update in contestants.items()}  # also the warm-up
@@ -192,19 +201,40 @@ def save_model(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="w0", eos_token="w1").save_pretrained(folder)
 
 
-def make_contestants(
-    folder: Path, samples: list[TrainingSample], arguments: argparse.Namespace
-) -> dict[str, Callable[[], tuple[float, float]]]:
-    """Returns, by name, functions that make one update and return loss and gradient norm."""
+def print_operations(folder: Path, samples: list[TrainingSample], arguments: argparse.Namespace) -> None:
+    """Prints tokens per second of an update, then the operations of another one that took longest."""
+    learner, batches = Learner(settings_of(folder, arguments)), packed(samples, arguments)
+    learner.step([batches])  # the warm-up
+    start = time.perf_counter()
+    learner.step([batches])
+    num_tokens = sum(len(sample.token_ids) for sample in samples)
+    print(f"{num_tokens} tokens, {num_tokens / (time.perf_counter() - start):.0f} tokens/s")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        learner.step([batches])
+    print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=20))
+
+
+def packed(samples: list[TrainingSample], arguments: argparse.Namespace) -> list[MicroBatch]:
     (batches,) = pack_step(samples, num_ranks=1, max_tokens=arguments.row_tokens, aggregation="token")
-    settings = LearnerSettings(
-        model=ModelConfig(path=str(folder), dtype="float32"),
+    return batches
+
+
+def settings_of(folder: Path, arguments: argparse.Namespace) -> LearnerSettings:
+    return LearnerSettings(
+        model=ModelConfig(path=str(folder), dtype=arguments.dtype, lora_rank=arguments.lora_rank, lora_merge=False),
         optimizer=OptimizerConfig(lr=LR),
         learner=LearnerConfig(num_threads=arguments.threads),
         algorithm=ALGORITHM,
         temperature=1.0,
         num_updates=1000,
     )
+
+
+def make_contestants(
+    folder: Path, samples: list[TrainingSample], arguments: argparse.Namespace
+) -> dict[str, Callable[[], tuple[float, float]]]:
+    """Returns, by name, functions that make one update and return loss and gradient norm."""
+    settings, batches = settings_of(folder, arguments), packed(samples, arguments)
 
     def of(learner: Learner) -> Callable[[], tuple[float, float]]:
         def update() -> tuple[float, float]:
