@@ -145,6 +145,14 @@ class Running:
         self.process.kill()
         self.process.wait()
 
+    def kill_tree(self) -> None:
+        """Kills the process and its descendants, also those whose title has overwritten their environment and mark."""
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.process.pid).children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+        self.kill()
+
     def _poll(self, condition: Callable[[], T | None], *, every_s: float) -> T | None:
         """Returns the first true value of `condition`, or its last one once the process has ended."""
         signs, last_sign, last_look = self._signs(), time.monotonic(), time.monotonic()

@@ -53,7 +53,7 @@ def ray_head(environment: Mapping[str, str], *, num_cpus: int = 2, installed: bo
             node.wait_until(lambda port=ports[name]: _is_open(port), every_s=0.2)
         yield Head(marked=marked, dashboard=f"http://127.0.0.1:{ports['dashboard-port']}")
     finally:
-        node.kill()
+        node.kill_tree()  # an agent of the node without its server looks for it at full speed, for a minute
         marked.end()
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tools import processes
@@ -84,6 +85,18 @@ def test_a_command_that_hangs_fails_with_the_end_of_its_output(tmp_path: Path, m
     finally:
         marked.end()
     assert marked.survivors() == []
+
+
+def test_a_tree_is_killed_with_a_child_that_has_lost_its_environment(tmp_path: Path) -> None:
+    marked = Marked()
+    shell = Running(["sh", "-c", "env -i sleep 600 & echo $!; wait"], marked=marked, cwd=tmp_path)
+    shell.wait_until(lambda: shell.stdout)
+    child = psutil.Process(int(shell.stdout))
+    shell.wait_until(lambda: child.name() == "sleep")
+    assert child not in marked.processes()
+    shell.kill_tree()
+    assert child.wait(timeout=60) is None and marked.survivors() == []
+    shell.kill_tree()
 
 
 def test_a_command_that_ends_before_its_time_fails_with_what_it_said(tmp_path: Path) -> None:
