@@ -13,7 +13,8 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from itertools import pairwise
 from typing import Literal
 
 from mempipe.data.objectives import join_objectives
@@ -120,12 +121,10 @@ def words() -> set[str]:
     return {word for text in texts for word in text.split()}.union(*NAME_POOLS.values())
 
 
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """A walk over facts: entities[0] -relations[0]-> entities[1] -> ..."""
-
-    entities: tuple[str, ...]
-    relations: tuple[str, ...]
+Chain = tuple[tuple[str, ...], tuple[str, ...]]
+"""A walk over facts: its entities, and the relations that lead from one to the next. The chains of a run are half a
+million, and garbage collections skip plain tuples of texts.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,8 +138,8 @@ class Relations:
 
     def allow(self, chain: Chain) -> bool:
         """Returns whether the chain may be asked about."""
-        names = set(chain.relations)
-        return names.isdisjoint(self.without) and (not self.through or not names.isdisjoint(self.through))
+        _, relations = chain
+        return self.without.isdisjoint(relations) and not (self.through and self.through.isdisjoint(relations))
 
 
 ALL_RELATIONS = Relations()
@@ -166,15 +165,15 @@ class World:
         rng = random.Random(seed)
         self._names = {kind: rng.sample(NAME_POOLS[kind], count) for kind, count in COUNTS.items()}
         self._kind = {name: kind for kind, names in self._names.items() for name in names}
-        self._facts: dict[tuple[str, str], str] = {}
+        self._facts: dict[str, dict[str, str]] = {}
         for name, kind in self._kind.items():
+            self._facts[name] = {}
             for relation in RELATIONS[kind]:
                 values = [
                     v for v in self._names[relation.target] if v != name and (name, relation.name, v) not in forbidden
                 ]
-                self._facts[name, relation.name] = rng.choice(values)
+                self._facts[name][relation.name] = rng.choice(values)
         self._passages = {name: self._passage(name, rng) for name in self._kind}
-        self._chains: dict[int, list[Chain]] = {}
 
     @property
     def passages(self) -> list[Passage]:
@@ -183,12 +182,12 @@ class World:
 
     def facts_about(self, entity: str) -> list[tuple[str, str, str]]:
         """Returns the facts of one entity as (entity, relation, value)."""
-        return [(entity, r.name, self._facts[entity, r.name]) for r in RELATIONS[self._kind[entity]]]
+        return [(entity, relation, value) for relation, value in self._facts[entity].items()]
 
     @property
     def facts(self) -> frozenset[tuple[str, str, str]]:
         """Returns all facts as (entity, relation, value)."""
-        return frozenset((entity, relation, value) for (entity, relation), value in self._facts.items())
+        return frozenset(fact for entity in self._facts for fact in self.facts_about(entity))
 
     def questions(
         self, count: int, *, seed: int, hops: Sequence[int] = (1, 2, 3), relations: Relations = ALL_RELATIONS
@@ -216,15 +215,13 @@ class World:
     def chains(self, num_hops: int) -> list[Chain]:
         """Returns every chain of `num_hops` facts in which no relation and no entity occurs twice."""
         if num_hops == 0:
-            return [Chain((name,), ()) for name in self._kind]
-        if num_hops not in self._chains:
-            self._chains[num_hops] = [
-                Chain((*chain.entities, value), (*chain.relations, relation))
-                for chain in self.chains(num_hops - 1)
-                for _, relation, value in self.facts_about(chain.entities[-1])
-                if relation not in chain.relations and value not in chain.entities
-            ]
-        return self._chains[num_hops]
+            return [((name,), ()) for name in self._kind]
+        return [
+            ((*entities, value), (*relations, relation))
+            for entities, relations in self.chains(num_hops - 1)
+            for relation, value in self._facts[entities[-1]].items()
+            if relation not in relations and value not in entities
+        ]
 
     def long_question(self, num_hops: int, *, seed: int) -> Question:
         """Returns a question about a random walk of `num_hops` facts. No entity and no three neighbouring relations
@@ -235,7 +232,7 @@ class World:
         rng = random.Random(f"{seed}:{self.id}:long")
         for _ in range(LONG_WALKS):
             chain = self._walk(num_hops, rng)
-            if len(chain.relations) == num_hops:
+            if len(chain[1]) == num_hops:
                 return self._question(chain, rng.choice(OPENINGS))
         raise ValueError(
             f"{self.id}: {LONG_WALKS} walks found no chain of {num_hops} facts without repetition; ask for a "
@@ -256,32 +253,32 @@ class World:
                 break
             relation, value = rng.choice(ways)
             entities, relations = (*entities, value), (*relations, relation)
-        return Chain(entities, relations)
+        return entities, relations
 
     def _question(self, chain: Chain, opening: str, *, without: frozenset[str] = frozenset()) -> Question:
         """Makes a question whose recall targets are not stated by a relation of `without`."""
-        id = "-".join((self.id, chain.entities[0], *chain.relations))
-        described = self._described(chain, random.Random(id))
+        entities, relations = chain
+        id = "-".join((self.id, entities[0], *relations))
+        described = self._described(entities, random.Random(id))
         return Question(
             id=id,
             text=question_text(chain, opening),
-            golden_answers=[chain.entities[-1]],
+            golden_answers=[entities[-1]],
             source="world",
             partition=self.id,
-            num_hops=len(chain.relations),
+            num_hops=len(relations),
             evidence=[
-                Evidence(passage_id=self._passage_id(entity), value=value)
-                for entity, value in zip(chain.entities, chain.entities[1:], strict=False)
+                Evidence(passage_id=self._passage_id(entity), value=value) for entity, value in pairwise(entities)
             ],
             context=self._document(described),
-            recall_targets=[[value] for value in self._values(described, without) if value != chain.entities[-1]],
+            recall_targets=[[value] for value in self._values(described, without) if value != entities[-1]],
         )
 
-    def _described(self, chain: Chain, rng: random.Random) -> list[str]:
+    def _described(self, entities: Sequence[str], rng: random.Random) -> list[str]:
         """Returns the entities whose passages make the document: those that the chain needs, in `evidence_order`, among
         others.
         """
-        needed = chain.entities[:-1]
+        needed = entities[:-1]
         others = rng.sample(
             [name for name in self._kind if name not in needed], max(0, self.document_passages - len(needed))
         )
@@ -308,7 +305,7 @@ class World:
     def _passage(self, name: str, rng: random.Random) -> Passage:
         relations = list(RELATIONS[self._kind[name]])
         rng.shuffle(relations)
-        clauses = [f"{rng.choice(r.leads)} {r.name} {self._facts[name, r.name]}" for r in relations]
+        clauses = [f"{rng.choice(r.leads)} {r.name} {self._facts[name][r.name]}" for r in relations]
         text = f"The {self._kind[name]} {name} {' and '.join(clauses)}."
         return Passage(id=self._passage_id(name), title=name, text=text, partition=self.id)
 
@@ -316,6 +313,7 @@ class World:
         return f"{self.id}/{name}"
 
 
+@lru_cache(maxsize=1)  # the start of a run needs the same ones three times
 def make_worlds(
     num_train: int,
     *,
@@ -324,7 +322,8 @@ def make_worlds(
     document_passages: int = DOCUMENT_PASSAGES,
     evidence_order: EvidenceOrder = "reading",
 ) -> tuple[list[World], list[World]]:
-    """Returns training worlds and held-out worlds; no fact of the latter is true in one of the former."""
+    """Returns training worlds and held-out worlds, not to be changed; no fact of the latter is true in one of the
+    former."""
     world = partial(World, document_passages=document_passages, evidence_order=evidence_order)
     held_out = [world(_derive(seed, "held-out", i), id=f"held-out-{i}") for i in range(num_held_out)]
     forbidden = frozenset().union(*(world.facts for world in held_out))
@@ -355,7 +354,8 @@ def make_questions(
 
 
 def question_text(chain: Chain, opening: str) -> str:
-    return opening + " " + "'s ".join((chain.entities[0], *chain.relations)) + "?"
+    entities, relations = chain
+    return opening + " " + "'s ".join((entities[0], *relations)) + "?"
 
 
 def stated_facts(text: str) -> list[tuple[str, str, str]]:
