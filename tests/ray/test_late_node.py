@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,47 +9,40 @@ import psutil
 import pytest
 import ray
 
-from mempipe.actors.cluster import NODE_IS_LATE, connected
+from mempipe.actors import cluster
+from mempipe.actors.cluster import IDLE_AGENT, NODE_IS_LATE, connected
 from tools.processes import command_line
 
 pytestmark = pytest.mark.jobs
-AGENT = "dashboard/agent.py"
+LATE_AGENT = """
+import os, runpy, signal
+with open({name!r}, "a+") as file:
+    file.seek(0)
+    is_first = not file.read()
+    file.write(f"{{os.getpid()}} ")
+if is_first:
+    os.kill(os.getpid(), signal.SIGSTOP)
+runpy.run_path({agent!r}, run_name="__main__")
+"""
 
 
 @pytest.fixture
-def stopped_agent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[psutil.Process]]:
-    """Stops the first agent that this process starts, before it has told its port."""
+def agents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A file with the numbers of the node's agents. The first of them stops before it has told its ports."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv("RAY_raylet_start_wait_time_s", "30")
-    stopped: list[psutil.Process] = []
-    ended = threading.Event()
-
-    def stop_first() -> None:
-        while not stopped and not ended.is_set():
-            for process in psutil.Process().children(recursive=True):
-                try:
-                    if any(word.endswith(AGENT) for word in process.cmdline()):
-                        process.suspend()
-                        stopped.append(process)
-                        return
-                except psutil.NoSuchProcess:
-                    continue
-            time.sleep(0.05)
-
-    thread = threading.Thread(target=stop_first)
-    thread.start()
-    yield stopped
-    ended.set()
-    thread.join()
-    for process in stopped:
-        process.kill()  # one that is not stopped ends with its node
+    started, program = tmp_path / "started", tmp_path / "agent.py"
+    program.write_text(LATE_AGENT.format(name=str(started), agent=str(IDLE_AGENT)))
+    monkeypatch.setattr(cluster, "IDLE_AGENT", program)
+    yield started
+    psutil.Process(int(started.read_text().split()[0])).kill()  # one that is not stopped ends with its node
 
 
-def test_a_late_node_is_started_again_and_leaves_nothing(stopped_agent, capsys):
+def test_a_late_node_is_started_again_and_leaves_nothing(agents, capsys):
     before = set(psutil.Process().children(recursive=True))
     with connected("", name="late"):
         assert ray.get(ray.remote(lambda: "at work").remote()) == "at work"
-        assert len(stopped_agent) == 1
+        assert len(agents.read_text().split()) == 2
         new = set(psutil.Process().children(recursive=True)) - before
         programs = [Path(command_line(process).partition(" ")[0]).name for process in new]
         assert programs.count("gcs_server") == programs.count("raylet") == 1, "those of the first node are gone"
