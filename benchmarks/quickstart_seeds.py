@@ -1,7 +1,7 @@
 """Does the quickstart learn on every seed? Runs it once per seed and prints held-out exact match before and after, with
 95 % intervals.
 
-    python -m benchmarks.quickstart_seeds [--seeds 1 2 3] [--output runs/seeds] [--plot FILE.svg]
+    python -m benchmarks.quickstart_seeds [--seeds 1 2 3 4 5] [--output runs/seeds] [--plot FILE.svg]
         [--pages README.md docs/results.md] [key=value ...]
 
 A seed draws everything anew: worlds, questions, passages, model, script, sampling. A finished run is read, not
@@ -35,7 +35,7 @@ def main(words: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if words is None else words
     overrides = [word for word in words if "=" in word and not word.startswith("-")]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3, 4, 5])
     parser.add_argument("--output", default="runs/seeds")
     parser.add_argument("--plot", default="", help="an SVG of the learning curves and of the context by turn")
     parser.add_argument("--pages", type=Path, nargs="+", default=[], help="pages whose table of seeds is written anew")

@@ -30,6 +30,21 @@ def test_a_seed_gives_the_same_world_and_another_seed_another():
     assert World(3).facts != World(4).facts
 
 
+def test_the_questions_of_a_seed_stay_those_of_the_measured_figures():
+    train, held_out = make_worlds(2, num_held_out=1, seed=1)
+    assert [(q.text, q.golden_answers) for worlds in (train, held_out) for q in make_questions(worlds, 3, seed=1)] == [
+        ("Name Galuna's capital's country?", ["Toravia"]),
+        ("Look up Rafael's employer's founder's hometown?", ["Lunbridge"]),
+        ("Name Yvonne's hometown?", ["Dungate"]),
+        ("Find Dunbridge's country's president?", ["Carmen"]),
+        ("Look up Adela's spouse's hometown's country?", ["Galenia"]),
+        ("Find Dentonex's seat?", ["Corbridge"]),
+    ]
+    assert train[0].passages[0].text == (
+        "The person Orson lives with spouse Anselm and was born in hometown Dungate and works for employer Gravitron."
+    )
+
+
 def test_no_fact_of_a_held_out_world_is_true_in_a_training_world():
     held_out = frozenset().union(*(world.facts for world in HELD_OUT))
     assert all(held_out.isdisjoint(world.facts) for world in TRAIN)
