@@ -22,8 +22,7 @@ def plot(folders: Sequence[Path], file: str) -> None:
     """Draws exact match by step (training questions, and held-out ones before and after) and prompt tokens by turn."""
     plt = pyplot()
     figure, (learning, context) = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained")
-    # C0 is a blue again, so the colours of Matplotlib begin with its orange.
-    colors = ("#1f6feb", "#bf5af2", "#1a7f5a", *(f"C{number}" for number in range(1, len(folders) + 1)))
+    colors = ("#1f6feb", "#bf5af2", "#1a7f5a", *(f"C{number}" for number in range(1, 2 * len(folders), 2)))
     bounded: dict[int, list[int]] = defaultdict(list)
     full: dict[int, list[int]] = defaultdict(list)
     for folder, color in zip(folders, colors, strict=False):
