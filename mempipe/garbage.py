@@ -1,10 +1,14 @@
-"""Garbage collections, put off while a process loads large libraries."""
+"""Garbage collections: put off while a process loads large libraries, and made where memory must be free."""
 
 from __future__ import annotations
 
 import gc
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+
+NUM_TRIES = 1000  # a millisecond apart
 
 
 @contextmanager
@@ -21,3 +25,24 @@ def no_collections() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def collect_garbage() -> None:
+    """Frees every reference cycle that nothing refers to, if other threads let it within a second.
+
+    While another thread collects, `gc.collect` does nothing and says nothing. That collection began earlier, so it may
+    take for needed what has become garbage since. A cycle that is made just before, and is gone, proves a collection.
+    """
+    for _ in range(NUM_TRIES):
+        cycle = _Cycle()
+        proof = weakref.ref(cycle)
+        del cycle
+        gc.collect()
+        if proof() is None:
+            return
+        time.sleep(0.001)
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.itself = self

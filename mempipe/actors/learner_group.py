@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import socket
 import threading
@@ -24,7 +23,7 @@ from mempipe.engines.checkpoint import Position, latest
 from mempipe.engines.learner_settings import LearnerSettings
 from mempipe.engines.proof import SamplingMismatch
 from mempipe.engines.weights import GpuWeightSender, WeightHandle, pack_weights, replica_init_info
-from mempipe.garbage import no_collections
+from mempipe.garbage import collect_garbage, no_collections
 from mempipe.rl.packing import MicroBatch
 from mempipe.settings import ConfigError
 from mempipe.stop import StopRequest
@@ -65,7 +64,7 @@ class LearnerActor:
         from mempipe.engines.learner import Learner
 
         if vars(self).pop("_learner", None) is not None:  # its memory must be free before the next one is made
-            gc.collect()
+            collect_garbage()
             self.release_memory()
         host, port = address
         self._learner = Learner(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import gc
 import json
 import logging
 import queue
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from mempipe import environment
 from mempipe.engines.engine_faults import EngineDead, EngineFault
 from mempipe.engines.vllm_settings import VllmSettings, engine_environment, step_listener
+from mempipe.garbage import collect_garbage
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -264,7 +264,7 @@ class SharedEngine:
             except Exception as error:  # of any kind, and likely after a failure: the memory is freed all the same
                 logging.getLogger(__name__).warning("the engine's shutdown failed: %s", error)
         del vllm
-        gc.collect()  # the model is part of a reference cycle
+        collect_garbage()  # the model is part of a reference cycle
 
     def _tell(self, call: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the event loop is closed: nobody waits any more

@@ -1,10 +1,13 @@
-"""Collections that are put off: off inside the block, and afterwards as they were before."""
+"""Garbage collections: put off inside a block, and made although another thread is at one."""
 
 import gc
+import threading
+import weakref
 
 import pytest
 
-from mempipe.garbage import no_collections
+from mempipe import garbage
+from mempipe.garbage import collect_garbage, no_collections
 
 
 def test_there_are_none_inside_the_block_however_it_ends():
@@ -25,3 +28,45 @@ def test_who_has_none_at_all_gets_none():
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+class Cycle:
+    def __init__(self) -> None:
+        self.itself = self
+
+
+@pytest.fixture
+def begun():
+    """Another thread begins a collection, and ends it when the second event is set."""
+    begins, may_end = threading.Event(), threading.Event()
+
+    def wait(phase, info):
+        if phase == "start" and threading.current_thread() is other:
+            begins.set()
+            assert may_end.wait(60)
+
+    other = threading.Thread(target=gc.collect)
+    gc.callbacks.append(wait)
+    other.start()
+    assert begins.wait(60)
+    yield may_end
+    may_end.set()
+    other.join()
+    gc.callbacks.remove(wait)
+
+
+def test_a_cycle_is_freed_although_another_thread_is_at_a_collection(begun):
+    later = Cycle()
+    model = weakref.ref(later)
+    del later
+    gc.collect()
+    assert model() is not None, "Python's own call does nothing then"
+    threading.Timer(0.05, begun.set).start()
+    collect_garbage()
+    assert model() is None
+
+
+def test_it_waits_for_another_collection_for_a_limited_time(begun, monkeypatch):
+    monkeypatch.setattr(garbage, "NUM_TRIES", 3)
+    collect_garbage()
+    assert not begun.is_set()
