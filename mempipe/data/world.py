@@ -122,8 +122,8 @@ def words() -> set[str]:
 
 
 Chain = tuple[tuple[str, ...], tuple[str, ...]]
-"""A walk over facts: its entities, and the relations that lead from one to the next. The chains of a run are half a
-million, and garbage collections skip plain tuples of texts.
+"""A walk over facts: its entities, and the relations that lead from one to the next. A run has hundreds of thousands of
+chains, and garbage collections skip plain tuples of texts.
 """
 
 
