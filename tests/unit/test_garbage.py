@@ -35,9 +35,13 @@ class Cycle:
         self.itself = self
 
 
+def dead_cycle() -> weakref.ref[Cycle]:
+    return weakref.ref(Cycle())
+
+
 @pytest.fixture
-def begun():
-    """Another thread begins a collection, and ends it when the second event is set."""
+def may_end():
+    """Another thread is at a collection, until the event is set."""
     begins, may_end = threading.Event(), threading.Event()
 
     def wait(phase, info):
@@ -55,18 +59,17 @@ def begun():
     gc.callbacks.remove(wait)
 
 
-def test_a_cycle_is_freed_although_another_thread_is_at_a_collection(begun):
-    later = Cycle()
-    model = weakref.ref(later)
-    del later
+def test_a_cycle_is_freed_although_another_thread_is_at_a_collection(may_end):
+    cycle = dead_cycle()
     gc.collect()
-    assert model() is not None, "Python's own call does nothing then"
-    threading.Timer(0.05, begun.set).start()
+    assert cycle() is not None, "Python's own call does nothing then"
+    threading.Timer(0.05, may_end.set).start()
     collect_garbage()
-    assert model() is None
+    assert cycle() is None
 
 
-def test_it_waits_for_another_collection_for_a_limited_time(begun, monkeypatch):
+def test_it_waits_for_another_collection_for_a_limited_time(may_end, monkeypatch):
     monkeypatch.setattr(garbage, "NUM_TRIES", 3)
+    cycle = dead_cycle()
     collect_garbage()
-    assert not begun.is_set()
+    assert cycle() is not None, "it has returned during the other collection"
